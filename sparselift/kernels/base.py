@@ -1,0 +1,176 @@
+"""What a kernel backend provides: fused bags over many tables, and their gradient and update.
+
+Letters in shapes: B bags of a feature, D columns of a table, K ids of a feature, U distinct rows, R rows of a table.
+
+A backend compiles the static structure of one lookup group into a `BagProgram`; a program then runs the
+steps: `prepare` (validate, narrow and own the ids), `forward`, and later `update` from any number of prepared batches.
+Programs may keep workspaces between calls, so one program serves one thread at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+POOLINGS = ("sum", "mean", "none")
+COALESCE_METHODS = ("chain", "none")
+PARTITIONS = ("bag", "table")
+UPDATE_RULES = ("sgd", "adagrad", "rowwise_adagrad")
+
+
+@dataclass(frozen=True, slots=True)
+class TableKnobs:
+    """How one table is treated. No choice changes a result, but for coalesce="none", which keeps torch's order of rounding in SGD."""
+
+    coalesce: str = "chain"        # "chain": sum a row's gradients, then update once. "none": SGD lookup by lookup, in id order
+    prefetch: int = 8              # rows ahead of use to prefetch; 0 is off
+    partition: str = "bag"         # forward work split among threads by "bag" or by "table"
+    dedup: bool = False            # forward: gather each distinct row once, then pool from the gathered copy
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One embedding table (rows, dim)."""
+
+    name: str
+    rows: int
+    dim: int
+    dtype: str = "float32"
+    knobs: TableKnobs = field(default_factory=TableKnobs)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """One lookup into a table: how the ids of a batch become rows of the output."""
+
+    name: str
+    table: int                     # position in the program's tables
+    pooling: str = "sum"           # "sum", "mean"; "none": every id is a bag of its own
+    column: int = 0                # first output column, when the output is one shared buffer
+    padding_idx: int | None = None  # 0 <= padding_idx < rows: ids that count for nothing, neither in sums nor in means
+    include_last_offset: bool = False  # offsets are (B + 1,), the last one K, instead of (B,)
+    weighted: bool = False         # the lookup multiplies each row by its per-sample weight (sum only)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """The optimizer's formula for one table, with the hyperparameters of this step. g is the row's gradient.
+
+    sgd              w -= lr * g                               (torch allows no weight decay with sparse gradients)
+    adagrad          s += g**2;        w -= lr * g / (sqrt(s) + eps)     s: (R, D), torch.optim.Adagrad
+    rowwise_adagrad  s += mean(g**2);  w -= lr * g / (sqrt(s) + eps)     s: (R,)
+    """
+
+    kind: str
+    lr: float                      # the effective rate of this step: Adagrad's lr_decay is already in it
+    eps: float = 0.0
+    weight_decay: float = 0.0      # L2: g += weight_decay * w on touched rows, before the formula (rowwise_adagrad only)
+    maximize: bool = False
+
+
+class IndexBatch(ABC):
+    """The validated ids and per-sample weights of one batch of a program, owned by us: later writes to the caller's
+    tensors do not show. A batch stays valid as long as it is referenced.
+    """
+
+    num_bags: tuple[int, ...]      # per feature
+    num_lookups: tuple[int, ...]   # per feature, K
+
+    @abstractmethod
+    def indices(self, feature: int) -> Tensor:
+        """(K,) int64 ids of a feature, a copy."""
+
+    @abstractmethod
+    def offsets(self, feature: int) -> Tensor:
+        """(B + 1,) int64 bag boundaries of a feature, starting at 0, a copy."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory that the batch holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The gradient of one backward of a program: the batch it belongs to and what arrived at its outputs.
+
+    grad    one (B, width) tensor whose columns are laid out by FeatureSpec.column, or a sequence with one tensor
+            (B, D) a feature (None: no gradient arrived). float32, last stride 1, any row stride.
+    scales  a factor for each table's gradient in this segment, rounded into every gradient element before it is used; None: 1
+    """
+
+    batch: IndexBatch
+    grad: Tensor | Sequence[Tensor | None]
+    scales: Sequence[float] | None = None
+
+
+class BagProgram(ABC):
+    """The compiled lookups of one group of features over tables."""
+
+    tables: tuple[TableSpec, ...]
+    features: tuple[FeatureSpec, ...]
+
+    @abstractmethod
+    def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+                weights: Sequence[Tensor | None] | None = None) -> IndexBatch:
+        """Validate one batch, in the order of `features`, before any table is touched.
+
+        Parameters
+        ----------
+        indices   a feature: (K,) int32 or int64, any stride
+        offsets   a feature: int32 or int64, (B,), or (B + 1,) with include_last_offset, any stride; or an int: the
+                  length of every bag (1 for pooling "none")
+        weights   a feature: (K,) float32, or None; required where the feature is weighted
+
+        Raises
+        ------
+        IndexError   an id < 0 or >= rows: names feature, position, id and table size
+        ValueError   offsets that do not start at 0, decrease, or pass the number of ids; wrong counts and shapes
+        TypeError    a dtype other than int32/int64 ids and offsets and float32 weights; a device other than CPU
+        """
+
+    @abstractmethod
+    def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
+        """Pooled rows of every feature into `out`: one (B, width) float32 buffer, or one (B, D) tensor a feature.
+
+        Empty bags give zeros. Sums run in id order, in float32, so that an unweighted sum has torch's bits.
+        `tables` are contiguous (R, D) weights in the order of `tables`.
+        """
+
+    @abstractmethod
+    def weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, feature: int, grad: Tensor) -> Tensor:
+        """(K,) gradient of a feature's per-sample weights: <grad[bag], table[id]>; 0 for padding."""
+
+    @abstractmethod
+    def update(self, tables: Sequence[Tensor], states: Sequence[Tensor | None],
+               rules: Sequence[UpdateRule | None], segments: Sequence[Segment]) -> None:
+        """Apply the optimizer's formula to every touched row, in place. A table whose rule is None is left alone.
+
+        Gradients of a row are summed over all segments in their order, inside a segment by feature and by id position
+        (float32). With coalesce="none" (sgd only) every lookup is applied by itself: w = fma(-lr, g, w).
+        """
+
+    @abstractmethod
+    def coalesced_grad(self, table: int, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+        """(U,) int64 distinct rows, ascending, and (U, D) float32 sums of their gradients."""
+
+    @abstractmethod
+    def expanded_grad(self, table: int, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+        """(K,) int64 ids and (K, D) float32 gradients, a row a lookup, in segment, feature and id order; padding left out."""
+
+
+class KernelBackend(ABC):
+    """A family of kernels for one kind of device."""
+
+    name: str
+
+    @abstractmethod
+    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> BagProgram:
+        """Raises ValueError for a spec that the backend does not implement, naming it."""
+
+    @abstractmethod
+    def variant(self) -> str:
+        """What runs here, as part of a certificate's key: "avx512", "reference" ..."""
