@@ -1,0 +1,127 @@
+"""Optimizers of embedding tables: row-wise Adagrad in plain torch, and which formula a fused update runs for an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparselift.kernels.base import UpdateRule
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one accumulator a row instead of one an element, for embedding tables.
+
+    For a row with gradient g (duplicates summed first)::
+
+        sum += mean(g ** 2);  weight -= lr * g / (sqrt(sum) + eps)
+
+    Sparse gradients touch only the rows that they name. `weight_decay` adds `weight_decay * weight` to the gradient of the
+    touched rows first (all rows, where the gradient is dense). The formula is that of FBGEMM's EXACT_ROWWISE_ADAGRAD.
+
+    Parameters
+    ----------
+    params                     2-D parameters (rows, dim), or groups of them
+    lr                         learning rate, >= 0
+    initial_accumulator_value  start of every row's sum, >= 0
+    eps                        added to the square root, >= 0
+
+    State: `sum`, (rows,) of the parameter's dtype; `step`, 0-d float32, as in torch.optim.Adagrad.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0,
+                 initial_accumulator_value: float = 0.0, *, maximize: bool = False) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay),
+                            ("initial_accumulator_value", initial_accumulator_value)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0; got {value}")
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay,
+                                  "initial_accumulator_value": initial_accumulator_value, "maximize": maximize})
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.dim() != 2:
+                    raise ValueError(f"RowWiseAdagrad takes 2-D parameters (rows, dim); got one of shape {tuple(weight.shape)}")
+                self.state[weight] = {
+                    "step": torch.tensor(0.0),
+                    "sum": weight.new_full((len(weight),), group["initial_accumulator_value"], requires_grad=False),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.state[weight]["step"] += 1
+                    _rowwise_adagrad(weight, weight.grad, self.state[weight]["sum"], group)
+        return loss
+
+
+def _rowwise_adagrad(weight: Tensor, grad: Tensor, row_sum: Tensor, group: dict[str, Any]) -> None:
+    if grad.is_sparse:
+        grad = grad.coalesce()
+        rows, values = grad.indices()[0], grad.values()            # (U,), (U, D)
+    else:
+        rows, values = torch.arange(len(weight), device=weight.device), grad
+    if group["maximize"]:
+        values = -values
+    if group["weight_decay"]:
+        values = values + group["weight_decay"] * weight[rows]
+    new_sum = row_sum[rows] + values.square().mean(1)              # (U,)
+    row_sum[rows] = new_sum
+    scale = -group["lr"] / (new_sum.sqrt() + group["eps"])
+    weight.index_add_(0, rows, values * scale[:, None])
+
+
+def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: bool) -> tuple[str | None, str]:
+    """The kernel's rule for the tables of a param group, or None and the reason.
+
+    Parameters
+    ----------
+    group   one of optimizer.param_groups
+    sparse  whether the table's gradient is torch.sparse_coo
+
+    Only exact types count: a subclass may compute something else. With a dense gradient a rule is exact only where an
+    untouched row (gradient 0) stays as it is.
+    """
+    kind = type(optimizer)
+    if kind is torch.optim.SGD:
+        for option in ("momentum", "weight_decay", "nesterov"):
+            if group[option]:
+                return None, f"SGD with {option}={group[option]} moves rows that no id names, or keeps state that the fused update lacks"
+        if isinstance(group["lr"], Tensor):
+            return None, "SGD with a tensor learning rate"
+        return "sgd", ""
+    if kind is torch.optim.Adagrad:
+        if group["weight_decay"]:
+            return None, f"Adagrad with weight_decay={group['weight_decay']} (torch refuses it for sparse gradients)"
+        if isinstance(group["lr"], Tensor):
+            return None, "Adagrad with a tensor learning rate"
+        return _unless_rows_move(group, sparse, "adagrad")
+    if kind is RowWiseAdagrad:
+        if group["weight_decay"] and not sparse:
+            return None, "RowWiseAdagrad with weight_decay moves every row of a table whose gradient is dense"
+        return _unless_rows_move(group, sparse, "rowwise_adagrad")
+    return None, f"no fused update for {kind.__module__}.{kind.__qualname__}"
+
+
+def _unless_rows_move(group: dict[str, Any], sparse: bool, rule: str) -> tuple[str | None, str]:
+    if not sparse and not group["eps"] and not group["initial_accumulator_value"]:
+        return None, "with eps=0 and no initial accumulator, an untouched row of a dense gradient becomes NaN (0 / 0)"
+    return rule, ""
+
+
+def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any]) -> UpdateRule:
+    """The hyperparameters of the coming step for one table. `state` is optimizer.state[weight] before the step."""
+    maximize = bool(group.get("maximize", False))
+    if rule == "sgd":
+        return UpdateRule("sgd", float(group["lr"]), maximize=maximize)
+    if rule == "adagrad":
+        lr = group["lr"] / (1 + float(state["step"]) * group["lr_decay"]) if group["lr_decay"] else group["lr"]
+        return UpdateRule("adagrad", float(lr), float(group["eps"]), maximize=maximize)
+    return UpdateRule("rowwise_adagrad", float(group["lr"]), float(group["eps"]), float(group["weight_decay"]), maximize)

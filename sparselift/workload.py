@@ -1,0 +1,86 @@
+"""What a user hands to the compiler: a model, its optimizer, one training step, and real batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparselift.errors import WorkloadError
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+USES = frozenset({"accumulate", "clip", "scaler", "skip"})
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One training job.
+
+    Attributes
+    ----------
+    name        of the plan's study and reports
+    model       the module whose `forward` a training step calls
+    optimizer   one torch optimizer, or a sequence of them
+    step        step(model, batch) -> 0-d loss; backward, every optimizer.step() and zero_grad(set_to_none=True) are the tool's
+    batches     a sequence of batches, or a callable that gives an iterator over them; a batch is whatever `step` takes
+    train_step  train_step(model, optimizer, batch) -> 0-d loss: the whole step of a loop that accumulates, clips or scales;
+                replaces `step` wherever a step is measured
+    uses        what the loop does: a subset of {"accumulate", "clip", "scaler", "skip"}; None: unknown
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: Optimizers
+    step: Callable[[nn.Module, Any], Tensor]
+    batches: Sequence[Any] | Callable[[], Iterable[Any]]
+    train_step: Callable[[nn.Module, Any, Any], Tensor] | None = None
+    uses: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise WorkloadError(f"workload {self.name!r}: model must be an nn.Module; got {type(self.model).__name__}")
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise WorkloadError(f"workload {self.name!r}: optimizer must be a torch optimizer or a sequence of them; "
+                                    f"got {type(optimizer).__name__}")
+        if self.uses is not None:
+            object.__setattr__(self, "uses", frozenset(self.uses))
+            if unknown := self.uses - USES:
+                raise WorkloadError(f"workload {self.name!r}: uses may hold {sorted(USES)}; got {sorted(unknown)}")
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers as a tuple, one or many."""
+        return as_tuple(self.optimizer)
+
+    def iterate(self) -> Iterator[Any]:
+        """A fresh pass over the batches."""
+        return iter(self.batches() if callable(self.batches) else self.batches)
+
+    def take(self, count: int) -> list[Any]:
+        """The first `count` batches, fewer if there are not so many. Raises WorkloadError if there is none."""
+        batches = list(islice(self.iterate(), count))
+        if not batches:
+            raise WorkloadError(f"workload {self.name!r} gives no batches")
+        return batches
+
+    def train(self, model: nn.Module, optimizer: Optimizers, batch: Any) -> Tensor:
+        """One whole training step, the way the user's loop does it. Returns the loss, detached."""
+        if self.train_step is not None:
+            return self.train_step(model, optimizer, batch).detach()
+        loss = self.step(model, batch)
+        loss.backward()
+        for each in as_tuple(optimizer):
+            each.step()
+        for each in as_tuple(optimizer):
+            each.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """One optimizer or a sequence of them, as a tuple."""
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
