@@ -39,14 +39,20 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be at least 0; got {value}")
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay,
                                   "initial_accumulator_value": initial_accumulator_value, "maximize": maximize})
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.dim() != 2:
-                    raise ValueError(f"RowWiseAdagrad takes 2-D parameters (rows, dim); got one of shape {tuple(weight.shape)}")
-                self.state[weight] = {
-                    "step": torch.tensor(0.0),
-                    "sum": weight.new_full((len(weight),), group["initial_accumulator_value"], requires_grad=False),
-                }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, now or later. Raises ValueError for a parameter that is not 2-D."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for weight in group["params"]:
+            if weight.dim() != 2:
+                self.param_groups.pop()
+                raise ValueError(f"RowWiseAdagrad takes 2-D parameters (rows, dim); got one of shape {tuple(weight.shape)}")
+        for weight in group["params"]:
+            self.state[weight] = {
+                "step": torch.tensor(0.0),
+                "sum": weight.new_full((len(weight),), group["initial_accumulator_value"], requires_grad=False),
+            }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -57,25 +63,31 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self.state[weight]["step"] += 1
                     _rowwise_adagrad(weight, weight.grad, self.state[weight]["sum"], group)
+                    self.state[weight]["step"] += 1
         return loss
 
 
 def _rowwise_adagrad(weight: Tensor, grad: Tensor, row_sum: Tensor, group: dict[str, Any]) -> None:
+    if not weight.numel():
+        return                                                      # the mean over no columns would be NaN
+    rows: Tensor | slice = slice(None)
     if grad.is_sparse:
+        if grad.sparse_dim() != 1:
+            raise ValueError(f"RowWiseAdagrad takes gradients that are sparse in rows alone; got {grad.sparse_dim()} sparse dimensions")
         grad = grad.coalesce()
-        rows, values = grad.indices()[0], grad.values()            # (U,), (U, D)
-    else:
-        rows, values = torch.arange(len(weight), device=weight.device), grad
+        rows, grad = grad.indices()[0], grad.values()               # (U,), (U, D)
     if group["maximize"]:
-        values = -values
+        grad = -grad
     if group["weight_decay"]:
-        values = values + group["weight_decay"] * weight[rows]
-    new_sum = row_sum[rows] + values.square().mean(1)              # (U,)
+        grad = grad + group["weight_decay"] * weight[rows]
+    new_sum = row_sum[rows] + grad.square().mean(1)                 # (U,)
     row_sum[rows] = new_sum
-    scale = -group["lr"] / (new_sum.sqrt() + group["eps"])
-    weight.index_add_(0, rows, values * scale[:, None])
+    change = grad * (-group["lr"] / (new_sum.sqrt() + group["eps"]))[:, None]
+    if isinstance(rows, slice):
+        weight.add_(change)
+    else:
+        weight.index_add_(0, rows, change)
 
 
 def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: bool) -> tuple[str | None, str]:
@@ -90,6 +102,8 @@ def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: 
     untouched row (gradient 0) stays as it is.
     """
     kind = type(optimizer)
+    if group.get("differentiable"):
+        return None, f"{kind.__name__} with differentiable=True, whose step is part of the autograd graph"
     if kind is torch.optim.SGD:
         for option in ("momentum", "weight_decay", "nesterov"):
             if group[option]:
