@@ -6,7 +6,7 @@ them are weighted by what was seen. Letters: K ids of a batch, U distinct rows o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from typing import Any
@@ -173,11 +173,7 @@ class Sketch:
         if set(document) != names:
             raise ValueError(f"a sketch has the fields {sorted(names)}; missing {sorted(names - set(document))}, "
                              f"unknown {sorted(set(document) - names)}")
-        pairs = ("lengths", "unique_curve")
-        values = {name: tuple(_counts(name, item, 2) for item in value) if name in pairs
-                  else _counts(name, value) if name == "hot" else _count(name, value)
-                  for name, value in document.items()}
-        return cls(**values)
+        return cls(**{name: _FIELD_PARSERS.get(name, _count)(name, value) for name, value in document.items()})
 
 
 def sketch(indices: Tensor | np.ndarray, bag_lengths: Tensor | np.ndarray, rows: int, padding_idx: int | None = None) -> Sketch:
@@ -246,7 +242,16 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
-def _counts(name: str, values: Any, size: int | None = None) -> Any:
-    if not isinstance(values, (list, tuple)) or (size is not None and len(values) != size):
-        raise ValueError(f"sketch field {name!r} must hold lists{f' of {size} integers' if size else ''}; got {values!r}")
+def _counts(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"sketch field {name!r} must hold a list of integers; got {values!r}")
     return tuple(_count(name, value) for value in values)
+
+
+def _pairs(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(item, (list, tuple)) and len(item) == 2 for item in values):
+        raise ValueError(f"sketch field {name!r} must hold a list of pairs of integers; got {values!r}")
+    return tuple(_counts(name, item) for item in values)
+
+
+_FIELD_PARSERS: dict[str, Callable[[str, Any], Any]] = {"lengths": _pairs, "unique_curve": _pairs, "hot": _counts}
