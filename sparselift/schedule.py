@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from sparselift.ir import Structure, Table
+from sparselift.rewrites.base import SizeClass, Value
+from sparselift.rewrites.group_tables import lookup_groups
+from sparselift.rewrites.huge_pages import wants_huge_pages
+from sparselift.space import Config, config_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +45,28 @@ class Schedule:
     path: str                      # "native" or "planned"
     groups: tuple[GroupSchedule, ...] = ()
     tables: dict[str, TableSchedule] | None = None
+
+
+def build_schedule(structure: Structure, config: Config) -> Schedule:
+    """The schedule of a config. Every feature is in exactly one group, and every table has its knobs.
+
+    Raises ValueError for a config that cannot run on this structure, with every reason.
+    """
+    if problems := config_problems(structure, config):
+        raise ValueError("the config cannot run: " + "; ".join(problems))
+    if config.path == "native":
+        return Schedule("native")
+    tables = {}
+    for each in config.classes:
+        for name in each.tables:
+            tables[name] = _table_schedule(structure.table(name), each.knobs)
+    classes = [SizeClass(each.name, each.tables) for each in config.classes]
+    groups = lookup_groups(structure, classes, str(config.policy["group_by"]), bool(config.policy["concat"]))
+    return Schedule("planned", tuple(GroupSchedule(*group) for group in groups), tables)
+
+
+def _table_schedule(table: Table, knobs: Mapping[str, Value]) -> TableSchedule:
+    return TableSchedule(
+        update=str(knobs["update"]), coalesce=str(knobs["coalesce"]), prefetch=int(knobs["prefetch"]), partition=str(knobs["partition"]),
+        dedup=bool(knobs["dedup"]), huge_pages=knobs["huge_pages"] == "madvise" and wants_huge_pages(table),
+    )

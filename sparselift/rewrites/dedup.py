@@ -1,0 +1,54 @@
+"""Each distinct row of a batch is gathered once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sparselift.ir import Graph, Node
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, features_at, nodes_at, row_bytes, sketch_of, with_nodes
+
+_MIN_DUPLICATE_RATIO = 0.95        # below it, finding duplicates costs about what their repeated reads cost
+_MIN_POOLING = 10
+
+
+class Dedup(Rewrite):
+    """The forward gathers distinct rows into a compact copy that stays in cache, then pools from it in id order."""
+
+    name = "dedup"
+    summary = "gather each distinct row of a batch once, then pool from the gathered copy"
+    scope = "class"
+    equivalence_note = "bitwise"
+    knobs = (Knob("dedup", (False, True), False, "whether the forward gathers each distinct row once"),)
+
+    def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
+        sketches = [sketch_of(graph, feature.name) for feature in features_at(graph.structure, site)]
+        return {"dedup": bool(sketches) and all(s.duplicate_ratio > _MIN_DUPLICATE_RATIO and s.pooling > _MIN_POOLING for s in sketches)}
+
+    def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
+        return nodes_at(graph, site, "lookup")
+
+    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
+        if not self.applied(knobs):
+            return graph
+        matched = {node.name for node in self.match(graph, site)}
+        return with_nodes(graph, lambda node: self._deduplicated(graph, node) if node.name in matched else node)
+
+    def memory_bytes(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> int:
+        """The gathered rows and every lookup's int32 place among them."""
+        if not self.applied(knobs):
+            return 0
+        return round(sum(_gathered_bytes(graph, feature.name) + 4 * sketch_of(graph, feature.name).lookups_per_batch
+                         for feature in features_at(graph.structure, site)))
+
+    def _deduplicated(self, graph: Graph, node: Node) -> Node:
+        """Reads: ids twice, each distinct row from the table and, in cache, from the copy. Writes: the copy, places, outputs."""
+        k = sum(sketch_of(graph, name).lookups_per_batch for name in node.features)
+        gathered = sum(_gathered_bytes(graph, name) for name in node.features)
+        return node.changed(self.name, read_bytes=round(16 * k + 2 * gathered),
+                            write_bytes=round(node.resources.write_bytes + 4 * k + gathered),
+                            live_bytes=round(node.resources.live_bytes + 4 * k + gathered))
+
+
+def _gathered_bytes(graph: Graph, feature: str) -> float:
+    table = graph.structure.table(graph.structure.feature(feature).table)
+    return sketch_of(graph, feature).unique_per_batch * row_bytes(table)

@@ -1,0 +1,107 @@
+"""The optimizer's update runs in one kernel with the sum of duplicate gradients, and no gradient is written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sparselift.ir import Graph, Node, Structure, Table
+from sparselift.kernels.base import COALESCE_METHODS
+from sparselift.rewrites.base import (
+    Knob, Rewrite, Site, Value, bag_gradient_bytes, lookups, nodes_at, row_bytes, state_row_bytes, tables_at, unique_rows,
+)
+
+
+class FuseUpdate(Rewrite):
+    """Natively a backward writes a (K, D) gradient, and an optimizer sorts, sums and reads it again.
+
+    Fused, the update reads the (B, D) gradients of the bags. With coalesce="none" it keeps torch's order and rounding for SGD:
+    w = fma(-lr, g, w), lookup by lookup.
+    """
+
+    name = "fuse_update"
+    summary = "sum duplicate gradients and update rows in one kernel, in optimizer.step()"
+    scope = "class"
+    equivalence_note = ("reassociated; bitwise for update='native' and for coalesce='none', where a table has sparse gradients "
+                        "and one lookup a step, and the loop does not clip")
+    knobs = (
+        Knob("update", ("native", "fused"), "native", "native: torch's optimizer gets an ordinary gradient; fused: our kernel updates rows"),
+        Knob("coalesce", COALESCE_METHODS, "chain", "chain: sum a row's gradients, update it once; none: SGD lookup by lookup, in id order",
+             requires=(("update", ("fused",)),)),
+    )
+
+    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+        if knobs["update"] == "native":
+            return None
+        for table in tables_at(structure, site):
+            if table.optimizer is None:
+                return f"table {table.name}: no optimizer holds it, so there is no update to fuse"
+            if table.optimizer.fused_rule is None:
+                return f"table {table.name}: {table.optimizer.reason or f'no fused update for {table.optimizer.kind}'}"
+            if knobs["coalesce"] == "none" and table.optimizer.fused_rule != "sgd":
+                return f"table {table.name}: coalesce='none' is for SGD; {table.optimizer.kind} needs the sum of a row's gradients"
+        return None
+
+    def equivalence(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str:
+        # A norm over all gradients is summed in another order than torch's, and clipping scales by it.
+        if "clip" in (structure.uses or ()):
+            return "reassociated"
+        # Autograd adds up the gradients of a shared table in its own order, and a dense gradient sums before it is ours to see.
+        one_sparse_lookup = all(table.sparse and len(structure.features_of(table.name)) <= 1 for table in tables_at(structure, site))
+        in_torchs_order = knobs["update"] == "native" or knobs["coalesce"] == "none"
+        return "bitwise" if one_sparse_lookup and in_torchs_order else "reassociated"
+
+    def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
+        return {"update": "fused", "coalesce": "chain"}
+
+    def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
+        return nodes_at(graph, site, "expand", "coalesce", "update")
+
+    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
+        """Expand and coalesce go away; the update reads gradients of bags instead of lookups."""
+        if not self.applied(knobs):
+            return graph
+        gone = {node.name: node.inputs for node in self.match(graph, site) if node.op != "update"}
+        updates = {node.name for node in self.match(graph, site) if node.op == "update"}
+        nodes = []
+        for node in graph.nodes:
+            if node.name in gone:
+                continue
+            node = replace(node, inputs=_past(node.inputs, gone))
+            nodes.append(self._fused(graph, node, str(knobs["coalesce"])) if node.name in updates else node)
+        return replace(graph, nodes=tuple(nodes))
+
+    def memory_bytes(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> int:
+        """Gradients: natively (K, D) rows and ids, or (R, D) where dense; fused, those of bags, and for "chain" an int32 head a row."""
+        total = 0.0
+        for table in tables_at(graph.structure, site):
+            k = lookups(graph, table.name)
+            if knobs["update"] == "native":
+                total += k * (8 + 4 * table.dim) if table.sparse else 4.0 * table.rows * table.dim
+            else:
+                total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(table, k, str(knobs["coalesce"]))
+        return round(total)
+
+    def _fused(self, graph: Graph, node: Node, coalesce: str) -> Node:
+        read = write = live = 0.0
+        for name in node.tables:
+            table = graph.structure.table(name)
+            k, u = lookups(graph, name), unique_rows(graph, name)
+            rows = u * (row_bytes(table) + state_row_bytes(table)) if coalesce == "chain" else k * row_bytes(table)
+            links = 4 * k + 4 * u if coalesce == "chain" else 0.0              # the chain's next pointers and heads
+            read += 4 * k + links + 4 * k * table.dim + rows                   # ids, chain, the bag's gradient a lookup, rows
+            write += links + rows
+            live += bag_gradient_bytes(graph, name) + _workspace_bytes(table, k, coalesce)
+        return node.changed(self.name, read_bytes=round(read), write_bytes=round(write), live_bytes=round(live), launches=1, time_s=None)
+
+
+def _workspace_bytes(table: Table, lookups_per_batch: float, coalesce: str) -> float:
+    return 4 * table.rows + 4 * lookups_per_batch if coalesce == "chain" else 0.0
+
+
+def _past(inputs: tuple[str, ...], gone: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Inputs with nodes that went away replaced by what those read, through chains of them."""
+    found: list[str] = []
+    for name in inputs:
+        found.extend(_past(gone[name], gone) if name in gone else (name,))
+    return tuple(dict.fromkeys(found))

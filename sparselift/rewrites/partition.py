@@ -1,0 +1,35 @@
+"""How the lookups of one call are split among threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sparselift.ir import Graph, Node
+from sparselift.kernels.base import PARTITIONS
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at, with_nodes
+
+
+class Partition(Rewrite):
+    """By bag, threads share the reads of every table; by table, a small table stays in one core's cache.
+
+    Either way one thread pools a bag, in id order.
+    """
+
+    name = "partition"
+    summary = "split a call's lookups among threads by bag or by table"
+    scope = "class"
+    equivalence_note = "bitwise"
+    knobs = (Knob("partition", PARTITIONS, "bag", "what a thread takes at a time in the forward: a range of bags, or a table"),)
+
+    def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
+        return {"partition": "bag"}
+
+    def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
+        return nodes_at(graph, site, "lookup")
+
+    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
+        """Marks nodes: the same bytes, in another core's cache."""
+        if not self.applied(knobs):
+            return graph
+        matched = {node.name for node in self.match(graph, site)}
+        return with_nodes(graph, lambda node: node.changed(self.name) if node.name in matched else node)

@@ -1,0 +1,118 @@
+"""What a user demands of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from sparselift.ir import Structure
+from sparselift.rewrites import CATALOG, EQUIVALENCES, Rewrite, Site, Value, same
+from sparselift.space.config import PATHS, POLICY, knob_catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Limits of a search. Every one is checked before anything runs.
+
+    Parameters
+    ----------
+    memory_bytes   limit of the predicted memory of tables, optimizer state and a step's sparse path; None: no limit
+    equivalence    weakest class of rounding admitted: "bitwise", "reassociated", "lossy" or "stale"
+    allow          names of rewrites: if there are any, no other is used
+    deny           names of rewrites that are not used
+    pin            values of knobs: {"prefetch": 8} in every size class, {"prefetch@d16-sum-to2M-few-dup": 16} in one; "path" too
+    lossy_consent  names of rewrites that may change results by their stated bound
+
+    Raises
+    ------
+    ValueError   an unknown name, class or choice, a limit below 1, a rewrite both allowed and denied
+    TypeError    a string where a collection of names is due
+    """
+
+    memory_bytes: int | None = None
+    equivalence: str = "reassociated"
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    pin: Mapping[str, Value] = field(default_factory=dict)
+    lossy_consent: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None and (isinstance(self.memory_bytes, bool) or not isinstance(self.memory_bytes, int)
+                                              or self.memory_bytes < 1):
+            raise ValueError(f"memory_bytes must be a whole number of bytes, at least 1, or None; got {self.memory_bytes!r}")
+        if self.equivalence not in EQUIVALENCES:
+            raise ValueError(f"equivalence must be one of {list(EQUIVALENCES)}; got {self.equivalence!r}")
+        for name in ("allow", "deny", "lossy_consent"):
+            object.__setattr__(self, name, _rewrite_names(name, getattr(self, name)))
+        if both := sorted(set(self.allow) & set(self.deny)):
+            raise ValueError(f"allow and deny both name {both}")
+        object.__setattr__(self, "pin", dict(sorted(self.pin.items())))
+        for key, value in self.pin.items():
+            _check_pin(key, value)
+
+    def __hash__(self) -> int:
+        return hash((self.memory_bytes, self.equivalence, self.allow, self.deny, tuple(self.pin.items()), self.lossy_consent))
+
+    def pinned(self, knob: str, site: str) -> Value | None:
+        """The value that a knob must have at a site, or None. A pin of one class beats a pin of all."""
+        return self.pin.get(f"{knob}@{site}", self.pin.get(knob))
+
+    def objection(self, structure: Structure, rewrite: Rewrite, site: Site, knobs: Mapping[str, Value]) -> str | None:
+        """Which constraint these choices of a rewrite break at a site, or None. `knobs` holds all of the rewrite's own."""
+        for knob in rewrite.knobs:
+            pinned = self.pinned(knob.name, site.name)
+            if pinned is not None and not same(pinned, knobs[knob.name]):
+                return f"{knob.name} is pinned to {pinned!r}"
+        if rewrite.applied(knobs) and rewrite.name in self.deny:
+            return f"{rewrite.name} is denied"
+        if rewrite.applied(knobs) and self.allow and rewrite.name not in self.allow:
+            return f"{rewrite.name} is not among the allowed {list(self.allow)}"
+        found = rewrite.equivalence(structure, site, knobs)
+        if EQUIVALENCES.index(found) > EQUIVALENCES.index(self.equivalence):
+            return f"equivalence={self.equivalence!r} is demanded, and this is {found}"
+        if found == "lossy" and rewrite.name not in self.lossy_consent:
+            return f"{rewrite.name} is lossy, and lossy_consent does not name it"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in ("allow", "deny", "lossy_consent")}}
+
+    @classmethod
+    def from_dict(cls, document: Any) -> Constraints:
+        """Inverse of `to_dict`. Raises ValueError or TypeError naming the field."""
+        if not isinstance(document, Mapping):
+            raise ValueError(f"constraints must be an object; got {document!r}")
+        if unknown := sorted(set(document) - {each.name for each in fields(cls)}):
+            raise ValueError(f"constraints have unknown fields {unknown}; known are {[each.name for each in fields(cls)]}")
+        if not isinstance(document.get("pin", {}), Mapping):
+            raise ValueError(f"constraints.pin must be an object; got {document['pin']!r}")
+        return cls(**document)
+
+
+def _rewrite_names(field_name: str, names: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"{field_name} takes a collection of rewrite names; got {names!r}")
+    found = tuple(dict.fromkeys(names))
+    known = [rewrite.name for rewrite in CATALOG]
+    if unknown := [name for name in found if name not in known]:
+        raise ValueError(f"{field_name} names unknown rewrites {unknown}; known are {known}")
+    return tuple(sorted(found))
+
+
+def _check_pin(key: str, value: Value) -> None:
+    """Class names are not known here; the search space checks them."""
+    name, _, site = key.partition("@")
+    if key == "path":
+        if value not in PATHS:
+            raise ValueError(f"pin path: must be one of {list(PATHS)}; got {value!r}")
+        return
+    knobs = knob_catalog()
+    if name not in knobs:
+        raise ValueError(f"pin {key}: unknown knob {name!r}; known are {['path', *knobs]}")
+    rewrite, knob = knobs[name]
+    if site and rewrite.scope == POLICY:
+        raise ValueError(f"pin {key}: {name} is one setting for the whole step; pin it as {name!r}")
+    if not knob.holds(value):
+        raise ValueError(f"pin {key}: must be one of {list(knob.choices)}; got {value!r}")
