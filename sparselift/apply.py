@@ -1,0 +1,187 @@
+"""Puts a plan onto a live model and its optimizers, takes it off again, and says what ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparselift.errors import LiftRefused
+from sparselift.ir import Feature, OptimizerInfo, Structure, Table
+from sparselift.memory import HugePages, set_huge_pages
+from sparselift.optim import fused_rule
+from sparselift.plan import Plan, check_fits
+from sparselift.runtime.executor import Runtime
+from sparselift.runtime.pending import settle
+from sparselift.runtime.step import FusedStep
+from sparselift.schedule import Schedule, build_schedule
+from sparselift.workload import Optimizers, as_tuple
+
+ATTRIBUTE = "_sparselift"          # of an applied root module
+
+
+def apply(plan: Plan, model: nn.Module, optimizer: Optimizers, process_group: object = None, *,
+          backend: str = "cpu") -> tuple[nn.Module, Optimizers]:
+    """Run a plan in this model from now on.
+
+    Parameters
+    ----------
+    plan       made for a model of the same structure
+    model      the root module, the one whose forward the training loop calls; modified in place
+    optimizer  one or a sequence, as the plan's workload had them; they get step hooks
+    backend    "cpu" (compiled kernels) or "reference" (plain torch: for tests and for reading)
+
+    Returns
+    -------
+    The same model and optimizer objects. A native plan changes nothing.
+
+    Raises
+    ------
+    PlanMismatchError   model or optimizers differ from the plan's: names each field
+    LiftRefused         more than one rank (no exchange yet), or a model that has a plan already
+    """
+    if process_group is not None or _world_size() > 1:
+        raise LiftRefused(f"apply: {_world_size()} ranks; lifted tables are not synchronised between ranks yet, so only one process is supported")
+    if ATTRIBUTE in model.__dict__:
+        raise LiftRefused(f"apply: {type(model).__name__} has a plan already; call sparselift.unapply first")
+    optimizers = as_tuple(optimizer)
+    check_fits(plan, structure=current_structure(plan.structure, model, optimizers))
+    Applied(plan.structure, build_schedule(plan.structure, plan.config), model, backend).attach(model, optimizers)
+    return model, optimizer
+
+
+def unapply(model: nn.Module, optimizer: Optimizers) -> tuple[nn.Module, Optimizers]:
+    """Give the native pair back, at any step: same parameters, state and gradients. Raises LiftRefused if no plan is applied."""
+    applied: Applied | None = model.__dict__.get(ATTRIBUTE)
+    if applied is None:
+        raise LiftRefused(f"unapply: no plan is applied to this {type(model).__name__}")
+    applied.detach(model)
+    applied.set_pages(False)
+    return model, optimizer
+
+
+def explain(model: nn.Module) -> str:
+    """What ran in an applied model since `apply`: which lookups came from the prelude, which stepped aside, how often and why."""
+    applied: Applied | None = model.__dict__.get(ATTRIBUTE)
+    return "no plan is applied: torch runs everything" if applied is None else applied.explain()
+
+
+class Applied:
+    """A schedule compiled for a model. Attaching and detaching cost microseconds, so that a tuner can switch between several."""
+
+    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str = "cpu") -> None:
+        self.structure, self.schedule = structure, schedule
+        self.runtime = None if schedule.path == "native" else Runtime(structure, schedule, model, backend)
+        self.pages: dict[str, HugePages] = {}
+        self._model_hooks: list[Any] = []
+        self._optimizer_hooks: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied or unpickled optimizer has no hooks (torch leaves them behind), and a copied model's are its own.
+        return {**self.__dict__, "_optimizer_hooks": []}
+
+    def attach(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Install the hooks and the lifted forwards. An exception leaves the model native."""
+        model.__dict__[ATTRIBUTE] = self
+        if self.runtime is None:
+            return
+        self.set_pages(True)
+        for name, forward in self.runtime.forwards.items():
+            model.get_submodule(name).forward = forward.forward  # type: ignore[method-assign]
+        self._model_hooks = [model.register_forward_pre_hook(self.runtime.before_forward, with_kwargs=True, prepend=True),
+                             model.register_forward_hook(self.runtime.after_forward, always_call=True)]
+        for optimizer in optimizers:
+            step = FusedStep(self.runtime)
+            self._optimizer_hooks += [optimizer.register_step_pre_hook(step.before), optimizer.register_step_post_hook(step.after)]
+
+    def detach(self, model: nn.Module) -> None:
+        """Remove hooks and forwards; pending gradients become the tensors that torch would have."""
+        del model.__dict__[ATTRIBUTE]
+        for hook in (*self._model_hooks, *self._optimizer_hooks):
+            hook.remove()
+        self._model_hooks, self._optimizer_hooks = [], []
+        if self.runtime is None:
+            return
+        for name, forward in self.runtime.forwards.items():
+            forward.served.clear()
+            model.get_submodule(name).__dict__.pop("forward", None)
+        for name, owner in self.runtime.owners.items():
+            weight = owner._parameters.get("weight")
+            if weight is not None:
+                settle(weight, self.runtime.grads[name])
+
+    def set_pages(self, on: bool) -> None:
+        """Move the tables that the schedule wants in huge pages there, or back. Values and addresses stay."""
+        if self.runtime is None:
+            return
+        for name, knobs in (self.schedule.tables or {}).items():
+            weight = self.runtime.owners[name]._parameters.get("weight")
+            if knobs.huge_pages and weight is not None:
+                self.pages[name] = set_huge_pages(weight, on)
+
+    def explain(self) -> str:
+        """Text for people; one line a fact."""
+        runtime = self.runtime
+        if runtime is None:
+            return "a native plan is applied: torch runs everything"
+        lines = []
+        for prelude in runtime.preludes:
+            group = prelude.group
+            target = f", written straight into {group.concat.name}" if group.concat else ""
+            lines.append(f"prelude: {len(group.features)} lookups over {len(group.tables)} tables in one call{target}; ran {group.calls} times")
+        outside = [f.name for g in self.schedule.groups if not g.prelude for f in map(self.structure.feature, g.features)]
+        if outside:
+            lines.append(f"outside the prelude, each a fused lookup where its module stands: {', '.join(outside)}")
+        lines += [f"stepped aside: {feature}: {why}: {count} times" for (feature, why), count in sorted(runtime.asides.items())]
+        lines += [f"update of {table}: {how}: {count} times" for (table, how), count in sorted(runtime.updates.items())]
+        lines += [f"huge pages: {name}: {p.huge_bytes / 2**20:.0f} of {p.requested_bytes / 2**20:.0f} MiB" for name, p in sorted(self.pages.items())]
+        if not runtime.asides and not runtime.updates:
+            lines.append("nothing fell back")
+        return "\n".join(lines)
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
+    """`recorded` with everything that can be read from a model and its optimizers replaced by what they say now.
+
+    What is gone is left out. Input paths and concats show only when a forward runs; they are checked there.
+    """
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    features = [f for f in (_current_feature(f, modules) for f in recorded.features) if f is not None]
+    sparse = {f.table: bool(modules[f.module].sparse) for f in features}
+    tables = tuple(_current_table(t, parameters[t.name], sparse.get(t.name, t.sparse), optimizers)
+                   for t in recorded.tables if t.name in parameters)
+    return replace(recorded, tables=tables, features=tuple(features), optimizers=tuple(type(o).__name__ for o in optimizers))
+
+
+def _current_feature(feature: Feature, modules: dict[str, nn.Module]) -> Feature | None:
+    module = modules.get(feature.module)
+    if isinstance(module, nn.EmbeddingBag):
+        return replace(feature, pooling=module.mode, padding_idx=module.padding_idx, include_last_offset=module.include_last_offset)
+    if isinstance(module, nn.Embedding):
+        return replace(feature, pooling="none", padding_idx=module.padding_idx)
+    return None
+
+
+def _current_table(table: Table, weight: Tensor, sparse: bool, optimizers: Sequence[torch.optim.Optimizer]) -> Table:
+    shape = tuple(weight.shape) if weight.dim() == 2 else (weight.numel(), 1)
+    return replace(table, rows=shape[0], dim=shape[1], dtype=str(weight.dtype).removeprefix("torch."), sparse=sparse,
+                   optimizer=optimizer_info(weight, sparse, optimizers))
+
+
+def optimizer_info(weight: Tensor, sparse: bool, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerInfo | None:
+    """Which optimizer holds a table, and the fused rule for it. None if none does."""
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            if any(parameter is weight for parameter in group["params"]):
+                rule, reason = fused_rule(optimizer, group, sparse)
+                return OptimizerInfo(index, type(optimizer).__name__, rule, reason)
+    return None

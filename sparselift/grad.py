@@ -1,0 +1,236 @@
+"""The gradient of a lifted table: a tensor that stands for lookups whose gradient rows have not been summed yet.
+
+A lifted table's `.grad` is a `PendingGrad`. It has the layout that torch's own gradient would have and answers every
+operation as that gradient would, by computing it when asked (`materialise`). What a training loop asks often is answered
+without that: norm, scaling, zeroing. The fused update in `optimizer.step()` reads the pending list itself.
+
+No write is ever lost: an operation that writes to the gradient, or hands out an alias of it, computes the real gradient
+once and keeps it; from then on the pending gradient is that tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from sparselift.kernels.base import BagProgram, Segment
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Pending:
+    """One backward's gradient of one table: lookups of `table` in `segment` of `program`, times `scale`."""
+
+    program: BagProgram
+    segment: Segment
+    table: int
+    scale: float = 1.0
+
+    def scaled_segment(self) -> Segment:
+        """The segment with the table's scale, as kernels take it. Raises RuntimeError if its gradient was written to since."""
+        self.segment.check_unchanged()
+        if self.scale == 1.0:
+            return self.segment
+        scales = [1.0] * len(self.program.tables)
+        scales[self.table] = self.scale
+        return Segment(self.segment.batch, self.segment.grad, scales)
+
+
+class GradState:
+    """What a pending gradient stands for; shared by the aliases that `detach` hands out.
+
+    Either `value` is None and the gradient is the sum of `pending`, or `value` is the gradient and `pending` is empty.
+    """
+
+    __slots__ = ("pending", "value", "shape", "sparse", "__weakref__")
+
+    def __init__(self, shape: tuple[int, int], sparse: bool) -> None:
+        self.pending: list[Pending] = []
+        self.value: Tensor | None = None
+        self.shape = shape
+        self.sparse = sparse
+
+    def clear(self) -> None:
+        self.pending = []
+        self.value = None
+
+    def add(self, pending: Pending) -> None:
+        """Accumulate one backward's gradient, as AccumulateGrad does."""
+        if self.value is None:
+            self.pending.append(pending)
+        else:
+            self.value = self.value + native_grad([pending], self.shape, self.sparse)
+
+    def tensor(self) -> Tensor:
+        """The gradient as torch would hold it; not kept."""
+        return native_grad(self.pending, self.shape, self.sparse) if self.value is None else self.value
+
+    def keep(self) -> Tensor:
+        """The gradient as torch would hold it; what is written to it is the gradient from now on."""
+        if self.value is None:
+            self.value = native_grad(self.pending, self.shape, self.sparse)
+            self.pending = []
+        return self.value
+
+    def coalesced_values(self) -> Tensor:
+        """(U, D) gradient rows, each row of the table at most once; or the whole dense gradient."""
+        if self.value is not None:
+            return self.value.coalesce().values() if self.value.is_sparse else self.value
+        return coalesced(self.pending)[1] if self.pending else torch.zeros(0, self.shape[1])
+
+    def scale(self, factor: float) -> bool:
+        """Multiply by `factor` without computing anything. False if that would round differently from torch."""
+        if self.value is not None or any(p.scale != 1.0 for p in self.pending):
+            return False
+        self.pending = [Pending(p.program, p.segment, p.table, factor) for p in self.pending]
+        return True
+
+
+def coalesced(pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:
+    """(U,) int64 rows, ascending, and (U, D) sums of the pending gradients, one or many programs."""
+    program, table = pending[0].program, pending[0].table
+    if all(p.program is program for p in pending):
+        return program.coalesced_grad(table, [p.scaled_segment() for p in pending])
+    shape = (program.tables[table].rows, program.tables[table].dim)
+    grad = native_grad(pending, shape, sparse=True).coalesce()
+    return grad.indices()[0], grad.values()
+
+
+def native_grad(pending: Sequence[Pending], shape: tuple[int, int], sparse: bool) -> Tensor:
+    """The gradient that torch's autograd would have accumulated.
+
+    Sparse: COO, uncoalesced, a row a lookup, in torch's order. Dense: (R, D).
+    """
+    if not sparse:
+        dense = torch.zeros(shape)
+        if pending:
+            rows, values = coalesced(pending)
+            dense[rows] = values
+        return dense
+    parts = [p.program.expanded_grad(p.table, [p.scaled_segment()]) for p in pending]
+    rows = torch.cat([ids for ids, _ in parts]) if parts else torch.zeros(0, dtype=torch.int64)
+    values = torch.cat([grads for _, grads in parts]) if parts else torch.zeros(0, shape[1])
+    return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)
+
+
+class PendingGrad(Tensor):
+    """The `.grad` of a lifted table. See the module's page; everything that torch's gradient answers, it answers."""
+
+    _state: GradState
+
+    @staticmethod
+    def __new__(cls, state: GradState) -> PendingGrad:
+        layout = torch.sparse_coo if state.sparse else torch.strided
+        self = torch.Tensor._make_wrapper_subclass(cls, state.shape, dtype=torch.float32, device="cpu", layout=layout)  # type: ignore[attr-defined]
+        self._state = state
+        return self
+
+    def __init__(self, state: GradState) -> None:
+        super().__init__()
+
+    @property
+    def state(self) -> GradState:
+        return self._state
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return repr(self._state.tensor())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._state.tensor().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._state.tensor().clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _LAZY.get(func)
+        if handler is not None:
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _run_on_real(func, args, kwargs)
+
+
+def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the real gradients; keep those that it writes to or aliases."""
+    touched: dict[int, PendingGrad] = {}
+    real_args, real_kwargs = list(args), dict(kwargs)
+    for position, argument in enumerate(func._schema.arguments):
+        holder: Any = real_args if position < len(args) else real_kwargs
+        place: Any = position if position < len(args) else argument.name
+        if position < len(args) or argument.name in kwargs:
+            kept = argument.alias_info is not None
+            holder[place] = tree_map_only(PendingGrad, lambda grad, kept=kept: _real(grad, kept, touched), holder[place])
+    result = func(*real_args, **real_kwargs)
+    if not any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+        return result
+    # A mutating operation returns its argument: give back the gradient that stands for it.
+    return tree_map_only(Tensor, lambda tensor: touched.get(id(tensor), tensor), result)
+
+
+def _real(grad: PendingGrad, kept: bool, touched: dict[int, PendingGrad]) -> Tensor:
+    tensor = grad._state.keep() if kept else grad._state.tensor()
+    touched[id(tensor)] = grad
+    return tensor
+
+
+def _each(func: Any) -> Callable[..., Any]:
+    """A foreach operation as one call a tensor: torch's own has no kernel for sparse gradients, and ours need none."""
+    def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor] | None:
+        results = [func(tensor, *args, **kwargs) for tensor in tensors]
+        return None if func in (aten.mul_.Tensor, aten.mul_.Scalar) else results
+    return run
+
+
+def _vector_norm(grad: PendingGrad, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    # An untouched row adds nothing to a norm of positive order, so the distinct rows' gradients have the gradient's norm.
+    if not isinstance(grad, PendingGrad) or dim is not None or keepdim or ord <= 0:
+        return NotImplemented
+    values = grad._state.coalesced_values()
+    if not values.numel() and math.isinf(ord):
+        return torch.zeros((), dtype=dtype or torch.float32)
+    return torch.linalg.vector_norm(values, ord, dtype=dtype)
+
+
+def _norm(grad: PendingGrad, p: float = 2) -> Any:
+    return _vector_norm(grad, 2 if p is None else p)
+
+
+def _scale(grad: PendingGrad, factor: Any) -> Any:
+    if not isinstance(grad, PendingGrad):
+        return NotImplemented
+    if isinstance(factor, Tensor):
+        if factor.dim() or factor.dtype != torch.float32:
+            return NotImplemented
+        factor = factor.item()
+    return grad if grad._state.scale(float(factor)) else NotImplemented
+
+
+def _zero(grad: PendingGrad) -> PendingGrad:
+    grad._state.clear()
+    return grad
+
+
+def _detach(grad: PendingGrad) -> PendingGrad:
+    return PendingGrad(grad._state)
+
+
+_LAZY: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _norm,
+    aten.mul_.Tensor: _scale,
+    aten.mul_.Scalar: _scale,
+    aten._foreach_norm.Scalar: _each(aten.linalg_vector_norm.default),
+    aten._foreach_mul_.Tensor: _each(aten.mul_.Tensor),
+    aten._foreach_mul_.Scalar: _each(aten.mul_.Scalar),
+    aten.zero_.default: _zero,
+    aten.detach.default: _detach,
+}

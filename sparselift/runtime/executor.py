@@ -1,0 +1,245 @@
+"""The runtime of one applied plan: the prelude before the root forward, and the forwards of the lifted modules.
+
+The prelude fetches the ids from the arguments of the root forward and runs every group whose ids are all there. Each lifted
+module then hands out its result when the tensors that it is given are the ones that the prelude saw; else it looks up by
+itself, and where even that would not mean what torch means, torch's own forward runs. Every such step aside is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparselift.ir import Concat, Feature, Structure, Table
+from sparselift.runtime.groups import LookupGroup
+from sparselift.runtime.inputs import same_tensor
+from sparselift.runtime.pending import TableGrad
+from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
+
+log = logging.getLogger("sparselift")
+
+ODD_WEIGHT = "its weight is not an nn.Parameter of the recorded table, or has hooks"
+
+
+class Served(NamedTuple):
+    """A result of the prelude that waits for its module, and the tensors that it is the result for."""
+
+    indices: Tensor
+    offsets: Tensor | None
+    sample_weights: Tensor | None
+    weight: Tensor
+    versions: tuple[int, ...]      # of ids, offsets, per-sample weights and weight
+    grad_mode: bool
+    output: Tensor
+
+
+class Runtime:
+    """What `apply` attaches to a model. Refers to the model's modules, never to its optimizers."""
+
+    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str) -> None:
+        self.structure, self.schedule, self.backend = structure, schedule, backend
+        self.knobs: Mapping[str, TableSchedule] = schedule.tables or {}
+        self.tables = {table.name: table for table in structure.tables}
+        modules = {feature.module: model.get_submodule(feature.module) for feature in structure.features}
+        self.owners = {table: modules[structure.features_of(table)[0].module] for table in self.tables}
+        self.asides: Counter[tuple[str, str]] = Counter()     # (feature, why): lookups that did not come from the prelude
+        self.updates: Counter[tuple[str, str]] = Counter()    # (table, how): steps of its optimizer
+        self._make_grads()
+        self.forwards = {name: _lifted(self, module, [f for f in structure.features if f.module == name])
+                         for name, module in modules.items()}
+        self.preludes = [Prelude(self, group) for group in schedule.groups if group.prelude]
+
+    def _make_grads(self) -> None:
+        self.grads = {name: TableGrad((table.rows, table.dim), table.sparse) for name, table in self.tables.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "grads"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_grads()
+
+    def group(self, features: Sequence[Feature], concat: Concat | None = None) -> LookupGroup:
+        """A group over these features and the tables that they read."""
+        names = dict.fromkeys(feature.table for feature in features)
+        return LookupGroup(features, [self.tables[name] for name in names], concat, {n: self.knobs[n] for n in names}, self.backend)
+
+    def weights(self, tables: Sequence[Table]) -> list[Tensor] | None:
+        """The tables' parameters, or None if a fused lookup must not read one of them."""
+        found = [self.owners[table.name]._parameters.get("weight") for table in tables]
+        for weight in found:
+            if type(weight) is not nn.Parameter or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                return None
+        return found                                          # type: ignore[return-value]
+
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The root forward's pre-hook."""
+        if not torch.compiler.is_compiling():
+            for prelude in self.preludes:
+                prelude.run(args, kwargs)
+
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """The root forward's hook: results that no module asked for go."""
+        if not torch.compiler.is_compiling():
+            for forward in self.forwards.values():
+                if forward.served:
+                    forward.served.clear()
+
+    def aside(self, feature: str, why: str) -> None:
+        """Count a lookup that did not come from the prelude; the first of a kind is logged."""
+        self.asides[feature, why] += 1
+        if self.asides[feature, why] == 1:
+            log.info("lookup %s: %s", feature, why)
+
+
+class Prelude:
+    """One group that runs before the root forward."""
+
+    def __init__(self, runtime: Runtime, schedule: GroupSchedule) -> None:
+        structure = runtime.structure
+        self.runtime = runtime
+        concat = next((c for c in structure.concats if c.name == schedule.concat), None)
+        self.group = runtime.group([structure.feature(name) for name in schedule.features], concat)
+        self.forwards = [runtime.forwards[feature.module] for feature in self.group.features]
+        for forward in self.forwards:
+            forward.in_prelude = True
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look up everything and leave each result with its module; or nothing, and say why."""
+        runtime, group = self.runtime, self.group
+        weights = runtime.weights(group.tables)
+        if weights is None:
+            return
+        grads = [runtime.grads[table.name] for table in group.tables]
+        if weights[0].grad is None:
+            _release(weights, grads)
+        try:
+            indices, offsets, sample_weights = group.fetch(args, kwargs)
+            outputs = group.run(weights, grads, indices, offsets, sample_weights)
+        except (LookupError, AttributeError, TypeError, ValueError) as reason:
+            # The forward was called in another way than the recorded one, or its ids are wrong: the modules, which see
+            # what they are really given, decide and raise.
+            runtime.aside(group.features[0].name, f"the prelude could not use the arguments of the forward: {reason}")
+            return
+        grad_mode = torch.is_grad_enabled()
+        for place, forward in enumerate(self.forwards):
+            ids, bags, factors, weight = indices[place], offsets[place], sample_weights[place], weights[group.table_of[place]]
+            forward.served.append(Served(ids, bags, factors, weight, _versions(ids, bags, factors, weight), grad_mode, outputs[place]))
+
+
+def _release(weights: Sequence[Tensor], grads: Sequence[TableGrad]) -> None:
+    for weight, grad in zip(weights, grads):
+        if weight.grad is None:
+            grad.release()
+
+
+def _versions(ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, weight: Tensor) -> tuple[int, ...]:
+    try:
+        if sample_weights is None:
+            return ids._version, -1 if offsets is None else offsets._version, weight._version
+        return ids._version, -1 if offsets is None else offsets._version, weight._version, sample_weights._version
+    except RuntimeError:                                      # inference tensors have no version: they cannot be written to outside
+        return ()                                             # of inference mode, where nothing is differentiated
+
+
+class LiftedForward:
+    """The forward of a lifted module: an attribute of the instance, bound to an object of an importable class."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> None:
+        self.runtime, self.module, self.features = runtime, module, tuple(features)
+        self.in_prelude = False
+        self.served: list[Served] = []
+        self.alone: dict[tuple[str, bool], LookupGroup] = {}  # by form and whether weighted
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "served": [], "alone": {}}
+
+    def take(self, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
+        """The prelude's result for these very tensors, unchanged since; each result is handed out once."""
+        for place, s in enumerate(self.served):
+            if (ids is s.indices or same_tensor(ids, s.indices)) and (offsets is s.offsets or same_tensor(offsets, s.offsets)) \
+                    and (sample_weights is s.sample_weights or same_tensor(sample_weights, s.sample_weights)):
+                weight = self.module._parameters.get("weight")
+                if weight is not s.weight or s.versions != _versions(ids, offsets, sample_weights, weight):
+                    continue
+                if s.grad_mode is not torch.is_grad_enabled():
+                    continue
+                del self.served[place]
+                return s.output
+        return None
+
+    def by_itself(self, form: str, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
+        """One fused lookup of this module alone, or None where only torch's forward means what it should."""
+        runtime, feature = self.runtime, self.features[0]
+        if not isinstance(ids, Tensor) or not ids.is_cpu or ids.dtype not in (torch.int64, torch.int32):
+            runtime.aside(feature.name, "torch's forward ran: the ids are no int32 or int64 tensor on the CPU")
+            return None
+        table = runtime.tables[feature.table]
+        weights = runtime.weights([table])
+        if weights is None or weights[0] is not self.module._parameters.get("weight") \
+                or weights[0].dtype != torch.float32 or weights[0].shape != (table.rows, table.dim) or not weights[0].is_cpu:
+            runtime.aside(feature.name, f"torch's forward ran: {ODD_WEIGHT}")
+            return None
+        if self.in_prelude:
+            runtime.aside(feature.name, "looked up by itself: its ids were not those that the prelude saw")
+        key = form, sample_weights is not None
+        if key not in self.alone:
+            self.alone[key] = runtime.group([replace(feature, form=form, weighted=key[1])])
+        return self.alone[key].run(weights, [runtime.grads[feature.table]], [ids], [offsets], [sample_weights])[0]
+
+
+class LiftedBag(LiftedForward):
+    """For nn.EmbeddingBag."""
+
+    module: nn.EmbeddingBag
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """As torch.nn.EmbeddingBag.forward."""
+        if torch.compiler.is_compiling():
+            return type(self.module).forward(self.module, input, offsets, per_sample_weights)
+        output = self.take(input, offsets, per_sample_weights) if self.served else None
+        if output is None:
+            form = self._form(input, offsets, per_sample_weights)
+            if form is not None:
+                output = self.by_itself(form, input, offsets, per_sample_weights)
+        if output is None:
+            return type(self.module).forward(self.module, input, offsets, per_sample_weights)
+        return output
+
+    def _form(self, ids: Any, offsets: Any, sample_weights: Any) -> str | None:
+        """How the ids make bags; None for a call that torch's forward refuses."""
+        form = None
+        if isinstance(ids, Tensor) and (sample_weights is None or self.module.mode == "sum"):
+            if ids.dim() == 2 and offsets is None and not self.module.include_last_offset:
+                form = "matrix"
+            elif ids.dim() == 1 and isinstance(offsets, Tensor):
+                form = "offsets"
+        if form is None:
+            self.runtime.aside(self.features[0].name, "torch's forward ran: a call that it refuses")
+        return form
+
+
+class LiftedEmbedding(LiftedForward):
+    """For nn.Embedding."""
+
+    module: nn.Embedding
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As torch.nn.Embedding.forward."""
+        if torch.compiler.is_compiling():
+            return type(self.module).forward(self.module, input)
+        output = self.take(input, None, None) if self.served else None
+        if output is None:
+            output = self.by_itself("ids", input, None, None)
+        return type(self.module).forward(self.module, input) if output is None else output
+
+
+def _lifted(runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> LiftedBag | LiftedEmbedding:
+    kind = LiftedBag if isinstance(module, nn.EmbeddingBag) else LiftedEmbedding
+    return kind(runtime, module, features)

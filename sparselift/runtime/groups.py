@@ -1,0 +1,256 @@
+"""One group of lookups that run in one fused call: from the arguments of a forward to outputs with an autograd edge.
+
+Letters: B bags, D columns of a table, K ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparselift.errors import LiftRefused
+from sparselift.grad import Pending
+from sparselift.ir import Concat, Feature, Table
+from sparselift.kernels import get_backend
+from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableKnobs, TableSpec
+from sparselift.memory import OutputRing
+from sparselift.runtime.concat import ConcatBuffer
+from sparselift.runtime.inputs import Fetch, compile_fetch
+from sparselift.runtime.pending import TableGrad
+from sparselift.schedule import TableSchedule
+
+
+class LookupGroup:
+    """Features that are looked up together, compiled for one backend.
+
+    Pickling and copying take the description along and leave the compiled parts behind; they are made again on first use.
+    """
+
+    def __init__(self, features: Sequence[Feature], tables: Sequence[Table], concat: Concat | None,
+                 knobs: dict[str, TableSchedule], backend: str) -> None:
+        self.features = tuple(features)
+        self.tables = tuple(tables)
+        self.concat = concat
+        self.knobs = dict(knobs)
+        self.backend = backend
+        names = [table.name for table in tables]
+        self.table_of = tuple(names.index(feature.table) for feature in features)
+        self.widths = self._widths()
+        self.is_lookup = () if concat is None else tuple(isinstance(part, str) for part in concat.parts)
+        self.is_flat = all(feature.form == "offsets" for feature in features)
+        self.has_weights = any(feature.weighted for feature in features)
+        self.calls = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._program: BagProgram | None = None
+        self._fetch: Fetch | None = None
+        self.ring = OutputRing()
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for transient in ("_program", "_fetch", "ring", "anchor"):
+            del state[transient]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    @property
+    def program(self) -> BagProgram:
+        if self._program is None:
+            self._program = get_backend(self.backend).compile(self._table_specs(), self._feature_specs())
+        return self._program
+
+    @property
+    def fetch(self) -> Fetch:
+        if self._fetch is None:
+            self._fetch = compile_fetch(self.features)
+        return self._fetch
+
+    def _widths(self) -> tuple[int, ...]:
+        if self.concat is None:
+            return tuple(self.tables[t].dim for t in self.table_of)
+        dims = {feature.name: self.tables[t].dim for feature, t in zip(self.features, self.table_of)}
+        return tuple(dims[part] if isinstance(part, str) else part for part in self.concat.parts)
+
+    def _table_specs(self) -> list[TableSpec]:
+        specs = []
+        for table in self.tables:
+            k = self.knobs[table.name]
+            specs.append(TableSpec(table.name, table.rows, table.dim, table.dtype,
+                                   TableKnobs(k.coalesce, k.prefetch, k.partition, k.dedup)))
+        return specs
+
+    def _feature_specs(self) -> list[FeatureSpec]:
+        columns, start = [], 0
+        for place, width in enumerate(self.widths):
+            if self.concat is None or self.is_lookup[place]:
+                columns.append(start)
+            start += width
+        return [FeatureSpec(f.name, t, f.pooling, column, f.padding_idx, f.include_last_offset, f.weighted)
+                for f, t, column in zip(self.features, self.table_of, columns)]
+
+    def run(self, weights: Sequence[Tensor], grads: Sequence[TableGrad], indices: Sequence[Tensor],
+            offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> list[Tensor]:
+        """Look up one batch: one output a feature, with an autograd edge where a table or a per-sample weight needs one.
+
+        `weights` and `grads` are those of `tables`; `indices`, `offsets` and `sample_weights` of `features`, as the
+        modules' forwards take them. Raises what BagProgram.prepare raises.
+        """
+        call = LookupCall(self, weights, grads)
+        call.prepare(indices, offsets, sample_weights)
+        outputs = call.outputs()
+        self.calls += 1
+        if not torch.is_grad_enabled():
+            return call.hand_out(outputs)
+        differentiable = [sample_weights[f] for f in call.weighted]
+        if not call.trainable and not differentiable:
+            return call.hand_out(outputs)
+        return call.hand_out(FusedLookup.apply(self.anchor, call, outputs, *differentiable))
+
+
+class LookupCall:
+    """One batch on its way through a group: the prepared ids, and what its backward must do."""
+
+    __slots__ = ("group", "weights", "grads", "batch", "shapes", "trainable", "weighted", "buffer")
+
+    group: LookupGroup
+    batch: IndexBatch
+    shapes: tuple[torch.Size, ...]  # of the ids; empty where all are 1-D
+    weighted: tuple[int, ...]      # features whose per-sample weights want a gradient
+    buffer: Tensor | None
+
+    def __init__(self, group: LookupGroup, weights: Sequence[Tensor], grads: Sequence[TableGrad]) -> None:
+        self.group, self.weights, self.grads = group, weights, grads
+        self.trainable = tuple(t for t, weight in enumerate(weights) if weight.requires_grad)
+        self.buffer = None
+
+    def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> None:
+        """Hand the ids to the kernels, flat: (B, L) ids are bags of L, and each id of an nn.Embedding is a bag of its own."""
+        group = self.group
+        self.shapes, lengths = (), offsets
+        if not group.is_flat:
+            self.shapes = tuple(ids.shape for ids in indices)
+            lengths = [_bag_length(f, ids) if f.form != "offsets" else o for f, ids, o in zip(group.features, indices, offsets)]
+            indices = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in indices]
+            sample_weights = [w if w is None or w.dim() == 1 else w.reshape(-1) for w in sample_weights]
+        self.batch = group.program.prepare(indices, lengths, sample_weights if group.has_weights else None)
+        self.weighted = tuple(f for f, w in enumerate(sample_weights) if w is not None and w.requires_grad) if group.has_weights else ()
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Run the forward kernel: the one (B, width) buffer of a concat, or a contiguous output a feature."""
+        group, batch = self.group, self.batch
+        if group.concat is not None:
+            bags = batch.num_bags[0] if batch.num_bags else 0
+            if any(n != bags for n in batch.num_bags):
+                raise ValueError(f"the parts of {group.concat.name} must have as many bags each; got {batch.num_bags}")
+            self.buffer = group.ring.take((bags, sum(group.widths)))
+            group.program.forward(self.weights, batch, self.buffer)
+            return (self.buffer,)
+        sizes = [bags * width for bags, width in zip(batch.num_bags, group.widths)]
+        block = group.ring.take((sum(sizes),))
+        flat = [piece.view(-1, width) for piece, width in zip(block.split(sizes), group.widths)]
+        group.program.forward(self.weights, batch, flat)
+        if group.is_flat:
+            return tuple(flat)
+        return tuple(piece.view(*shape, width) if feature.pooling == "none" else piece
+                     for piece, shape, width, feature in zip(flat, self.shapes, group.widths, group.features))
+
+    def hand_out(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs by feature; slices of the concat's buffer where there is one."""
+        group = self.group
+        if group.concat is None:
+            return list(outputs)
+        assert self.buffer is not None
+        slices = ConcatBuffer(outputs[0], self.buffer, group.is_lookup, group.widths).slices()
+        self.buffer = None              # the call outlives the forward; the output must not
+        return [piece for piece, lookup in zip(slices, group.is_lookup) if lookup]
+
+    def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""
+        grad = self._arranged(grads)
+        program = self.group.program
+        segment = Segment.arrived(self.batch, grad)
+        reached = self._reached(grad)
+        for t in self.trainable:
+            if t in reached:
+                self.grads[t].accumulate(self.weights[t], Pending(program, segment, t))
+        return [self._sample_weight_grad(f, grad) for f in self.weighted]
+
+    def _arranged(self, grads: Sequence[Tensor | None]) -> Tensor | list[Tensor | None]:
+        if self.group.concat is not None:
+            assert grads[0] is not None
+            return _rows(grads[0], sum(self.group.widths))
+        return [None if grad is None else _rows(grad, width) for grad, width in zip(grads, self.group.widths)]
+
+    def _reached(self, grad: Tensor | Sequence[Tensor | None]) -> range | set[int]:
+        if isinstance(grad, Tensor):
+            return range(len(self.weights))
+        return {t for t, g in zip(self.group.table_of, grad) if g is not None}
+
+    def _sample_weight_grad(self, feature: int, grad: Tensor | Sequence[Tensor | None]) -> Tensor | None:
+        if isinstance(grad, Tensor):
+            spec = self.group.program.features[feature]
+            own: Tensor | None = grad[:, spec.column:spec.column + self.group.tables[self.group.table_of[feature]].dim]
+        else:
+            own = grad[feature]
+        if own is None:
+            return None
+        flat = self.group.program.weight_grad(self.weights, self.batch, feature, own)
+        return flat.view(self.shapes[feature]) if self.shapes else flat
+
+
+def _bag_length(feature: Feature, ids: Tensor) -> int:
+    if feature.form == "ids":
+        return 1
+    if ids.dim() != 2:
+        raise ValueError(f"{feature.name} was recorded with (B, L) ids; got ids of shape {tuple(ids.shape)}")
+    return ids.shape[1]
+
+
+def _rows(grad: Tensor, width: int) -> Tensor:
+    """`grad` as (rows, width) with a last stride of 1, which kernels read."""
+    if grad.dim() != 2:
+        grad = grad.reshape(-1, width)
+    return grad if grad.stride(1) == 1 and grad.stride(0) >= width else grad.contiguous()
+
+
+class FusedLookup(torch.autograd.Function):
+    """The one autograd edge of a fused call. Weights are no inputs: their gradients wait in `.grad` for the optimizer."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: LookupCall, outputs: tuple[Tensor, ...], *sample_weights: Tensor) -> Any:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(anchor)           # so that a second backward without retain_graph raises, as torch's does
+        ctx.call = call
+        fresh = tuple(output.data for output in outputs)
+        frozen = [output for output, feature in zip(fresh, range(len(fresh))) if _is_frozen(call, feature)]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return fresh
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.saved_tensors                       # noqa: B018  raises after the graph was freed
+        if torch.is_grad_enabled():
+            raise LiftRefused(f"create_graph=True through the lifted lookups {_names(ctx.call)}: their backward is not differentiable; "
+                              "call sparselift.unapply first")
+        if all(grad is None for grad in grads):
+            return (None,) * (3 + len(ctx.call.weighted))
+        return (None, None, None, *ctx.call.accumulate(grads))
+
+
+def _is_frozen(call: LookupCall, feature: int) -> bool:
+    group = call.group
+    return group.concat is None and group.table_of[feature] not in call.trainable and feature not in call.weighted
+
+
+def _names(call: LookupCall) -> str:
+    names = [feature.name for feature in call.group.features]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,463 @@
+"""Training native and lifted side by side: what a training loop does means the same on both."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparselift.errors import LiftRefused
+from sparselift.grad import PendingGrad
+from sparselift.optim import RowWiseAdagrad
+from tests.unit.runtime_models import Bags, assert_same, attach, bags_structure, batch, schedule
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, eps=1e-8),
+    "rowwise": lambda p: RowWiseAdagrad([q for q in p if q.dim() == 2], lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9),
+    "sparse_adam": lambda p: torch.optim.SparseAdam([q for q in p if q.shape[-1] == 8 and len(q) in (11, 40, 7)], lr=0.1),
+}
+FUSED = ("sgd", "adagrad", "rowwise")
+
+
+class Pair:
+    """A native and a lifted model from the same start."""
+
+    def __init__(self, optimizer: str = "sgd", backend: str = "reference", sparse: bool = True, mode: str = "sum",
+                 padding_idx: int | None = None, weighted: bool = False, **plan: Any) -> None:
+        self.native, self.lifted = Bags(sparse, mode, padding_idx), Bags(sparse, mode, padding_idx)
+        self.native_opt = OPTIMIZERS[optimizer](self.native.parameters())
+        self.lifted_opt = OPTIMIZERS[optimizer](self.lifted.parameters())
+        self.structure = bags_structure(self.lifted, [self.lifted_opt], weighted)
+        self.schedule = schedule(self.structure, **plan)
+        self.applied = attach(self.structure, self.schedule, self.lifted, [self.lifted_opt], backend)
+
+    def both(self, action: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> None:
+        for model, optimizer in ((self.native, self.native_opt), (self.lifted, self.lifted_opt)):
+            action(model, optimizer)
+
+    def check(self, exact: bool = False) -> None:
+        assert_same(self.native, self.lifted, exact)
+
+
+def backward(model: nn.Module, seed: int, factor: float = 1.0) -> Tensor:
+    loss = model(*batch(seed)).pow(2).mean() * factor
+    loss.backward()
+    return loss
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    backward(model, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(pair: Pair, seeds: range = range(4)) -> None:
+    for seed in seeds:
+        pair.both(lambda model, optimizer, seed=seed: step(model, optimizer, seed))
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("plan", [{"concat": True}, {"concat": False}, {"concat": False, "prelude": False}], ids=["concat", "group", "alone"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_sgd_without_coalescing_has_native_bits(backend: str, plan: dict[str, bool], mode: str) -> None:
+    pair = Pair(backend=backend, mode=mode, padding_idx=2, coalesce="none", **plan)
+    train(pair)
+    pair.check(exact=True)
+    assert not pair.applied.runtime.updates
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_every_optimizer_trains_as_natively(backend: str, optimizer: str, sparse: bool) -> None:
+    if optimizer == "sparse_adam" and not sparse:
+        pytest.skip("torch's SparseAdam takes sparse gradients only")
+    pair = Pair(optimizer, backend, sparse)
+    train(pair)
+    pair.check()
+    by_torch = {how for _, how in pair.applied.runtime.updates}
+    assert bool(by_torch) == (optimizer not in FUSED), by_torch
+
+
+def test_plan_can_leave_the_update_to_torch(backend: str) -> None:
+    pair = Pair(backend=backend, update="native")
+    train(pair)
+    pair.check(exact=True)
+    assert {how for _, how in pair.applied.runtime.updates} == {"torch's optimizer: the plan chose it"}
+
+
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_accumulation_and_skipped_steps(backend: str, optimizer: str) -> None:
+    pair = Pair(optimizer, backend)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        for seed in range(6):
+            backward(model, seed)
+            if seed % 2:
+                opt.step()
+                opt.zero_grad()
+        backward(model, 6)                      # skipped: its gradient is dropped
+        opt.zero_grad()
+        backward(model, 7)
+        opt.step()                              # and one that is not zeroed: the next adds to it
+        backward(model, 8)
+        opt.step()
+
+    pair.both(loop)
+    pair.check()
+
+
+def test_zero_grad_that_keeps_tensors(backend: str) -> None:
+    pair = Pair(backend=backend)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        for seed in range(3):
+            backward(model, seed)
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+        opt.step()                              # a zero gradient moves nothing
+
+    pair.both(loop)
+    pair.check()
+
+
+def test_several_forwards_before_a_backward(backend: str) -> None:
+    pair = Pair(backend=backend)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        loss = sum(model(*batch(seed)).pow(2).mean() for seed in range(3))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        opt.step()
+
+    pair.both(loop)
+    pair.check()
+
+
+def test_evaluation_between_forward_and_backward(backend: str) -> None:
+    pair = Pair(backend=backend)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        for seed in range(3):
+            loss = model(*batch(seed)).pow(2).mean()
+            model.eval()
+            with torch.no_grad():
+                assert not model(*batch(9)).requires_grad
+            with torch.inference_mode():
+                model(*batch(9))
+            model.train()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+    pair.both(loop)
+    pair.check()
+
+
+def test_learning_rate_schedule(backend: str) -> None:
+    pair = Pair(backend=backend, coalesce="none")
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+        for seed in range(4):
+            step(model, opt, seed)
+            scheduler.step()
+
+    pair.both(loop)
+    pair.check(exact=True)
+
+
+def test_frozen_and_thawed_table(backend: str) -> None:
+    pair = Pair(backend=backend, concat=False)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        model.emb[1].weight.requires_grad_(False)
+        for seed in range(2):
+            step(model, opt, seed)
+            assert model.emb[1].weight.grad is None
+        model.emb[1].weight.requires_grad_(True)
+        step(model, opt, 2)
+
+    pair.both(loop)
+    pair.check()
+
+
+@pytest.mark.parametrize("concat", [True, False])
+def test_all_tables_frozen(backend: str, concat: bool) -> None:
+    pair = Pair(backend=backend, concat=concat)
+    pair.both(lambda model, opt: [e.weight.requires_grad_(False) for e in model.emb])
+    train(pair)
+    pair.check(exact=True)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipping_equals_the_dense_native_result(backend: str, foreach: bool) -> None:
+    dense, lifted = Pair(backend=backend, sparse=False), Pair(backend=backend, sparse=True)
+    for seed in range(3):
+        norms = []
+        for model, opt in ((dense.native, dense.native_opt), (lifted.lifted, lifted.lifted_opt)):
+            backward(model, seed)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach))
+            opt.step()
+            opt.zero_grad()
+        torch.testing.assert_close(*norms)
+    assert_same(dense.native, lifted.lifted, exact=False)
+    assert not lifted.applied.runtime.updates         # the clipped update stayed in the kernel
+
+
+def test_per_sample_weights_get_their_gradient(backend: str) -> None:
+    pair = Pair(backend=backend, weighted=True, coalesce="none")
+    grads = []
+    for model, opt in ((pair.native, pair.native_opt), (pair.lifted, pair.lifted_opt)):
+        for seed in range(3):
+            dense, offsets, indices = batch(seed)
+            generator = torch.Generator().manual_seed(seed)
+            weights = [torch.randn(len(i), generator=generator).requires_grad_() for i in indices]
+            model(dense, offsets, indices, weights).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+            grads.append([w.grad for w in weights])
+    for native, lifted in zip(grads[:3], grads[3:]):
+        for a, b in zip(native, lifted):
+            torch.testing.assert_close(a, b)
+    pair.check()
+
+
+def test_closure_runs_once_and_before_the_update(backend: str) -> None:
+    pair = Pair(backend=backend, coalesce="none")
+    calls = []
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        for seed in range(3):
+            def closure(seed: int = seed) -> Tensor:
+                calls.append(seed)
+                opt.zero_grad()
+                return backward(model, seed)
+            assert opt.step(closure).item() > 0
+
+    pair.both(loop)
+    assert calls == [0, 1, 2] * 2
+    pair.check(exact=True)
+
+
+def test_two_optimizers() -> None:
+    native, lifted = Bags(), Bags()
+    pairs = []
+    for model in (native, lifted):
+        tables = list(model.emb.parameters())
+        others = [p for name, p in model.named_parameters() if not name.startswith("emb")]
+        pairs.append((torch.optim.SGD(others, lr=0.1), RowWiseAdagrad(tables, lr=0.1)))
+    structure = bags_structure(lifted, pairs[1])
+    attach(structure, schedule(structure), lifted, pairs[1], "reference")
+    for model, optimizers in zip((native, lifted), pairs):
+        for seed in range(3):
+            backward(model, seed)
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert_same(native, lifted, exact=False)
+
+
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_state_dicts_are_native_both_ways(optimizer: str) -> None:
+    pair = Pair(optimizer)
+    train(pair)
+    for native, lifted in ((pair.native.state_dict(), pair.lifted.state_dict()),
+                           (pair.native_opt.state_dict(), pair.lifted_opt.state_dict())):
+        assert list(native) == list(lifted)
+    for key, state in pair.native_opt.state_dict()["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(pair.lifted_opt.state_dict()["state"][key][name], value)
+    # And over: the native states loaded into the lifted pair, then on from there.
+    pair.lifted.load_state_dict(pair.native.state_dict())
+    pair.lifted_opt.load_state_dict(copy.deepcopy(pair.native_opt.state_dict()))
+    train(pair, range(4, 7))
+    pair.check()
+    assert not pair.applied.runtime.updates
+
+
+@pytest.mark.parametrize("moment", ["before", "between backwards", "after backward", "after step"])
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_unapply_at_any_moment(backend: str, moment: str, optimizer: str) -> None:
+    pair = Pair(optimizer, backend)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        train_step = range(2)
+        for seed in train_step:
+            step(model, opt, seed)
+        for name in ("before", "between backwards", "after backward", "after step"):
+            if model is pair.lifted and name == moment:
+                pair.applied.detach(model)
+                assert "forward" not in model.emb[0].__dict__
+                assert not isinstance(model.emb[0].weight.grad, PendingGrad)
+            if name in ("before", "between backwards"):
+                backward(model, 5 if name == "before" else 6)
+            elif name == "after backward":
+                opt.step()
+        opt.zero_grad()
+        step(model, opt, 7)
+
+    pair.both(loop)
+    pair.check()
+
+
+def test_model_called_without_its_root_or_with_other_arguments(backend: str) -> None:
+    pair = Pair(backend=backend, coalesce="none", concat=False)
+    _, offsets, indices = batch(0)
+    alone = pair.lifted.emb[1](indices[1], offsets[1])
+    assert torch.equal(alone, pair.native.emb[1](indices[1], offsets[1])) and alone.requires_grad
+    dense, offsets, indices = batch(1)
+    assert torch.equal(pair.lifted(dense, indices=indices, offsets=offsets), pair.native(dense, offsets, indices))
+    assert pair.applied.runtime.asides
+
+
+def test_ids_changed_between_prelude_and_lookup() -> None:
+    pair = Pair(concat=False)
+    for model in (pair.native, pair.lifted):
+        def meddle(module: nn.Module, args: Any) -> None:
+            args[0].zero_()
+        model.emb[1].register_forward_pre_hook(meddle)
+    args = batch(3)
+    native = pair.native(*copy.deepcopy(args))
+    assert torch.equal(native, pair.lifted(*copy.deepcopy(args)))
+
+
+def test_weight_changed_between_prelude_and_lookup() -> None:
+    pair = Pair(concat=False)
+    for model in (pair.native, pair.lifted):
+        def meddle(module: nn.Module, args: Any) -> None:
+            with torch.no_grad():
+                module.weight.mul_(2)
+        model.emb[1].register_forward_pre_hook(meddle)
+    assert torch.equal(pair.native(*batch(3)), pair.lifted(*batch(3)))
+
+
+def test_hooks_on_a_weight_take_the_native_road() -> None:
+    pair = Pair()
+    seen: list[int] = []
+    for model in (pair.native, pair.lifted):
+        model.emb[0].weight.register_hook(lambda grad: seen.append(grad.is_sparse))
+    train(pair, range(2))
+    pair.check()
+    assert seen == [True] * 4
+
+
+def test_out_of_range_id_raises_and_changes_nothing(backend: str) -> None:
+    pair = Pair(backend=backend)
+    before = copy.deepcopy(pair.lifted.state_dict())
+    dense, offsets, indices = batch(0)
+    indices[1] = torch.cat([indices[1], torch.tensor([40])])
+    with pytest.raises(IndexError, match="40"):
+        pair.lifted(dense, offsets, indices)
+    assert all(torch.equal(before[k], v) for k, v in pair.lifted.state_dict().items())
+    train(pair)
+    pair.check()
+
+
+def test_second_backward_raises_as_natively() -> None:
+    pair = Pair()
+    for model in (pair.native, pair.lifted):
+        out = model.emb[0](*batch(0)[2:][0][:1], torch.tensor([0]))
+        out.sum().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+
+
+def test_create_graph_is_refused_by_name() -> None:
+    pair = Pair()
+    with pytest.raises(LiftRefused, match="create_graph"):
+        pair.lifted(*batch(0)).pow(2).mean().backward(create_graph=True)
+
+
+def test_gradient_for_other_inputs_leaves_tables_alone() -> None:
+    pair = Pair()
+    dense, offsets, indices = batch(0)
+    dense.requires_grad_()
+    (grad,) = torch.autograd.grad(pair.lifted(dense, offsets, indices).sum(), [dense])
+    assert grad.abs().sum() > 0 and pair.lifted.emb[0].weight.grad is None
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(pair.lifted(dense, offsets, indices).sum(), [pair.lifted.emb[0].weight])
+
+
+def test_output_gradient_written_to_before_the_step_raises() -> None:
+    pair = Pair(concat=False)
+    _, offsets, indices = batch(0)
+    out = pair.lifted.emb[1](indices[1], offsets[1])
+    grad = torch.ones_like(out)
+    out.backward(grad)
+    grad.zero_()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        pair.lifted_opt.step()
+
+
+def test_copies_and_pickles_train_alone(backend: str) -> None:
+    pair = Pair(backend=backend, coalesce="none")
+    train(pair, range(2))
+    before = copy.deepcopy(pair.native.state_dict())
+    for twin in (copy.deepcopy(pair.lifted), pickle.loads(pickle.dumps(pair.lifted))):
+        optimizer = OPTIMIZERS["sgd"](twin.parameters())
+        native = copy.deepcopy(pair.native)
+        native_optimizer = OPTIMIZERS["sgd"](native.parameters())
+        for seed in range(3):
+            step(twin, optimizer, seed)
+            step(native, native_optimizer, seed)
+        assert_same(native, twin)
+        assert all(torch.equal(before[k], v) for k, v in pair.lifted.state_dict().items())
+    train(pair, range(2, 4))
+    pair.check(exact=True)
+
+
+def test_compiled_model_runs_torchs_forward() -> None:
+    pair = Pair()
+    compiled = torch.compile(pair.lifted, backend="eager")
+    for seed in range(2):
+        compiled(*batch(seed)).pow(2).mean().backward()
+        pair.lifted_opt.step()
+        pair.lifted_opt.zero_grad()
+        step(pair.native, pair.native_opt, seed)
+    pair.check()
+
+
+def test_concat_is_written_straight_and_only_where_it_is_the_recorded_one() -> None:
+    class Other(Bags):
+        def forward(self, dense: Tensor, offsets: Any, indices: Any, weights: Any = None) -> Tensor:
+            pooled = [e(i, o) for e, i, o in zip(self.emb, indices, offsets)]
+            joined = torch.cat([self.bottom(dense), *pooled], dim=1)
+            reversed_ = torch.cat([self.bottom(dense), *pooled[::-1]], dim=1)
+            return self.top(joined) + self.top(reversed_) + pooled[0].sum() + self.top(torch.cat([self.bottom(dense) * 2, *pooled], dim=1))
+
+    native, lifted = Other(), Other()
+    native_opt, lifted_opt = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (native, lifted))
+    structure = bags_structure(lifted, [lifted_opt])
+    attach(structure, schedule(structure), lifted, [lifted_opt], "reference")
+    for seed in range(3):
+        step(native, native_opt, seed)
+        step(lifted, lifted_opt, seed)
+    assert_same(native, lifted, exact=False)
+
+
+def test_slice_used_after_the_concat_was_modified_raises() -> None:
+    class InPlace(Bags):
+        def forward(self, dense: Tensor, offsets: Any, indices: Any, weights: Any = None) -> Tensor:
+            pooled = [e(i, o) for e, i, o in zip(self.emb, indices, offsets)]
+            joined = torch.cat([self.bottom(dense), *pooled], dim=1)
+            joined.mul_(2)
+            return self.top(joined) + pooled[0].sum()
+
+    lifted = InPlace()
+    optimizer = torch.optim.SGD(lifted.parameters(), lr=0.01)
+    structure = bags_structure(lifted, [optimizer])
+    attach(structure, schedule(structure), lifted, [optimizer], "reference")
+    with pytest.raises(RuntimeError, match="modified in place"):
+        lifted(*batch(0))
