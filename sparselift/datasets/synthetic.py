@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sparselift.datasets.tabular import Batch
 
-# The hidden model: shares of the logit, which has about unit variance before the bias makes a fifth of the rows clicks, more or less by seed.
+# The hidden model: a logit of about unit variance, and a bias at which a fifth of the rows are clicks (more or less, by seed).
 BIAS, DENSE_SHARE, ID_SHARE = -1.6, 0.9, 0.9
 DENSE_MEAN, DENSE_SPREAD = 1.5, 1.5       # of log(1 + count), before negatives are cut
 GOLDEN = 0.618034

@@ -1,4 +1,4 @@
-"""Text files of one record a line, plain or gzip, as blocks of whole lines. What is not such a file is a DataError that says where.
+"""Text files of one record a line, plain, gzip or zip, as blocks of whole lines. What is not such a file is a DataError that says where.
 
 Memory is bounded by a block, so the first lines of a large file cost what they hold.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gzip
 import os
+import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from sparselift.errors import DataError
 BLOCK_BYTES = 1 << 22
 MAX_LINE_BYTES = 1 << 20
 SHOWN_CHARACTERS = 40
-GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 
 
 def bad_field(path: str | os.PathLike[str], line: int, field: str, rule: str, value: str) -> DataError:
@@ -37,7 +39,7 @@ def line_blocks(path: str | os.PathLike[str], block_bytes: int = BLOCK_BYTES) ->
     """(number of its first line, block) for the blocks of a file, in order.
 
     A block holds whole lines, each closed by one newline, also where the file has CRLF, or none after its last line.
-    Gzip is known by its first two bytes, not by the name.
+    Gzip, and zip with one file in it, are known by their first bytes, not by the name.
 
     Raises
     ------
@@ -64,18 +66,33 @@ def _pieces(path: Path, size: int) -> Iterator[bytes]:
     if path.is_dir():
         raise DataError(f"{path}: is a directory, not a file")
     try:
-        with path.open("rb") as file:
-            compressed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-            file.seek(0)
-            stream: IO[bytes] = gzip.GzipFile(fileobj=file) if compressed else file  # type: ignore[assignment]
+        with path.open("rb") as file, _decompressed(path, file) as stream:
             while piece := stream.read(size):
                 yield piece
     except EOFError:
-        raise DataError(f"{path}: the gzip stream ends early; the file was cut") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: the gzip stream is damaged: {error}") from error
+        raise DataError(f"{path}: the compressed stream ends early; the file was cut") from None
+    except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: the compressed stream is damaged or cut: {error}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _decompressed(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
+    magic = file.read(len(ZIP_MAGIC))
+    file.seek(0)
+    if magic.startswith(GZIP_MAGIC):
+        with gzip.GzipFile(fileobj=file) as stream:
+            yield cast(IO[bytes], stream)
+    elif magic == ZIP_MAGIC:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            if len(names) != 1:
+                raise DataError(f"{path}: a zip file must hold one file; got {len(names)}")
+            with archive.open(names[0]) as member:
+                yield member
+    else:
+        yield file
 
 
 def _checked(path: str | os.PathLike[str], first_line: int, block: bytes) -> bytes:
