@@ -1,4 +1,4 @@
-"""Canonical JSON: one text for one value, so that files can be compared and hashed, and files that are whole or not there."""
+"""Canonical JSON: one text for one value, so that files can be compared and hashed; back into dataclasses; files whole or not there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import hashlib
 import json
 import math
 import os
+import types
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _DIGITS = 9                        # significant: more than any measurement holds, fewer than float noise needs
 
@@ -40,6 +43,53 @@ def dumps(value: Any) -> str:
 def digest(value: Any, length: int = 16) -> str:
     """The first `length` hex digits of the SHA-256 of the canonical JSON of `value`."""
     return hashlib.sha256(dumps(value).encode()).hexdigest()[:length]
+
+
+def plain(value: Any) -> Any:
+    """A dataclass and what it holds as JSON types, floats rounded: what `decode` reads. Raises as `rounded` does."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return rounded(value)
+
+
+def decode(kind: Any, document: Any, where: str) -> Any:
+    """A value of type `kind` from plain JSON: a dataclass, tuple, mapping, union or plain type. Inverse of `plain`.
+
+    Raises ValueError naming each missing and unknown field, or the field of another type and what it holds.
+    """
+    if isinstance(kind, type) and is_dataclass(kind):
+        types_by_name = _field_types(kind)
+        check_names(document, list(types_by_name), where)
+        return kind(**{name: decode(each, document[name], f"{where}.{name}") for name, each in types_by_name.items()})
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is tuple and isinstance(document, list):
+        if parts[-1] is Ellipsis:
+            return tuple(decode(parts[0], item, f"{where}[{i}]") for i, item in enumerate(document))
+        if len(parts) == len(document):
+            return tuple(decode(part, item, f"{where}[{i}]") for i, (part, item) in enumerate(zip(parts, document, strict=True)))
+    if origin is Mapping and isinstance(document, dict):
+        return {key: decode(parts[1], item, f"{where}.{key}") for key, item in document.items()}
+    if origin in (Union, types.UnionType):
+        return _decode_union(kind, parts, document, where)
+    if kind is Any or (kind is types.NoneType and document is None) or (isinstance(kind, type) and type(document) is kind):
+        return document
+    if kind is float and type(document) is int:
+        return float(document)
+    raise ValueError(f"{where} must be {_type_name(kind)}; got {document!r}")
+
+
+def check_names(document: Any, names: list[str], where: str) -> None:
+    """Raises ValueError unless `document` is an object with exactly these fields."""
+    if not isinstance(document, dict):
+        raise ValueError(f"{where} must be an object with the fields {names}; got {document!r}")
+    problems = [f"lacks the field {name!r}" for name in names if name not in document]
+    problems += [f"has the unknown field {name!r}" for name in document if name not in names]
+    if problems:
+        raise ValueError(f"{where} " + ", ".join(problems))
 
 
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
@@ -79,3 +129,32 @@ def _key(key: Any) -> str:
     if not isinstance(key, str):
         raise TypeError(f"JSON keys are strings; got {key!r}")
     return key
+
+
+@cache
+def _field_types(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind) if field.init}
+
+
+def _decode_union(kind: Any, parts: tuple[Any, ...], document: Any, where: str) -> Any:
+    """A null is the None of a union; an object is its dataclass; of plain types, the one that the value has."""
+    if document is None and types.NoneType in parts:
+        return None
+    parts = tuple(part for part in parts if part is not types.NoneType)
+    if len(parts) == 1:
+        return decode(parts[0], document, where)
+    for part in parts:
+        with suppress(ValueError):
+            return decode(part, document, where)
+    raise ValueError(f"{where} must be {_type_name(kind)}; got {document!r}")
+
+
+def _type_name(kind: Any) -> str:
+    names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "null", dict: "an object"}
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_type_name, parts))
+    if origin is tuple:
+        return "a list" if parts[-1] is Ellipsis else f"a list of {len(parts)}"
+    return "an object" if origin is Mapping else names.get(kind, str(kind))

@@ -8,7 +8,17 @@ from dataclasses import replace
 from sparselift.ir import Graph, Node, Structure, Table
 from sparselift.kernels.base import COALESCE_METHODS
 from sparselift.rewrites.base import (
-    Knob, Rewrite, Site, Value, bag_gradient_bytes, lookups, nodes_at, row_bytes, state_row_bytes, tables_at, unique_rows,
+    Knob,
+    Rewrite,
+    Site,
+    Value,
+    bag_gradient_bytes,
+    lookups,
+    nodes_at,
+    row_bytes,
+    state_row_bytes,
+    tables_at,
+    unique_rows,
 )
 
 
@@ -25,7 +35,7 @@ class FuseUpdate(Rewrite):
     equivalence_note = ("reassociated; bitwise for update='native' and for coalesce='none', where a table has sparse gradients "
                         "and one lookup a step, and the loop does not clip")
     knobs = (
-        Knob("update", ("native", "fused"), "native", "native: torch's optimizer gets an ordinary gradient; fused: our kernel updates rows"),
+        Knob("update", ("native", "fused"), "native", "native: torch's optimizer gets an ordinary gradient; fused: a kernel updates rows"),
         Knob("coalesce", COALESCE_METHODS, "chain", "chain: sum a row's gradients, update it once; none: SGD lookup by lookup, in id order",
              requires=(("update", ("fused",)),)),
     )

@@ -57,21 +57,12 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {"path": self.path, "policy": dict(self.policy),
-                "classes": [{"name": c.name, "tables": list(c.tables), "knobs": dict(c.knobs)} for c in self.classes]}
+        return canonical.plain(self)
 
     @classmethod
     def from_dict(cls, document: Any) -> Config:
         """Inverse of `to_dict`. Raises ValueError naming the field that is missing, unknown or of another type."""
-        fields = _fields(document, {"path": str, "policy": dict, "classes": list}, "config")
-        classes = []
-        for position, item in enumerate(fields["classes"]):
-            where = f"config.classes[{position}]"
-            each = _fields(item, {"name": str, "tables": list, "knobs": dict}, where)
-            if not all(isinstance(table, str) for table in each["tables"]):
-                raise ValueError(f"{where}.tables must hold names; got {each['tables']!r}")
-            classes.append(ClassConfig(each["name"], tuple(each["tables"]), each["knobs"]))
-        return cls(fields["path"], fields["policy"], tuple(classes))
+        return canonical.decode(cls, document, "config")
 
     @property
     def digest(self) -> str:
@@ -196,18 +187,3 @@ def _illegal(structure: Structure, config: Config) -> list[str]:
                 chosen = ", ".join(f"{knob.name}={knobs[knob.name]!r}" for knob in rewrite.knobs)
                 found.append(f"{'policy' if site.name == POLICY else f'class {site.name}'}: {chosen} is illegal: {reason}")
     return found
-
-
-def _fields(document: Any, types: Mapping[str, type], where: str) -> dict[str, Any]:
-    """The fields of an object, checked by name and type. Raises ValueError."""
-    if not isinstance(document, Mapping):
-        raise ValueError(f"{where} must be an object; got {document!r}")
-    if missing := sorted(set(types) - set(document)):
-        raise ValueError(f"{where} lacks {missing}")
-    if extra := sorted(set(document) - set(types)):
-        raise ValueError(f"{where} has unknown fields {extra}; known are {sorted(types)}")
-    for name, kind in types.items():
-        if not isinstance(document[name], kind):
-            raise ValueError(f"{where}.{name} must be a {'list' if kind is list else 'object' if kind is dict else 'string'}; "
-                             f"got {document[name]!r}")
-    return dict(document)

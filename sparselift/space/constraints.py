@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from sparselift import canonical
 from sparselift.ir import Structure
 from sparselift.rewrites import CATALOG, EQUIVALENCES, Rewrite, Site, Value, same
-from sparselift.space.config import PATHS, POLICY, knob_catalog
+from sparselift.space.config import PATHS, POLICY, Config, knob_catalog, lookup_equivalence, rewrites_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,10 @@ class Constraints:
         """The value that a knob must have at a site, or None. A pin of one class beats a pin of all."""
         return self.pin.get(f"{knob}@{site}", self.pin.get(knob))
 
+    def admits(self, equivalence: str) -> bool:
+        """Whether a class of rounding is within the demanded one."""
+        return EQUIVALENCES.index(equivalence) <= EQUIVALENCES.index(self.equivalence)
+
     def objection(self, structure: Structure, rewrite: Rewrite, site: Site, knobs: Mapping[str, Value]) -> str | None:
         """Which constraint these choices of a rewrite break at a site, or None. `knobs` holds all of the rewrite's own."""
         for knob in rewrite.knobs:
@@ -69,7 +74,7 @@ class Constraints:
         if rewrite.applied(knobs) and self.allow and rewrite.name not in self.allow:
             return f"{rewrite.name} is not among the allowed {list(self.allow)}"
         found = rewrite.equivalence(structure, site, knobs)
-        if EQUIVALENCES.index(found) > EQUIVALENCES.index(self.equivalence):
+        if not self.admits(found):
             return f"equivalence={self.equivalence!r} is demanded, and this is {found}"
         if found == "lossy" and rewrite.name not in self.lossy_consent:
             return f"{rewrite.name} is lossy, and lossy_consent does not name it"
@@ -77,18 +82,70 @@ class Constraints:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {**asdict(self), **{name: list(getattr(self, name)) for name in ("allow", "deny", "lossy_consent")}}
+        return canonical.plain(self)
 
     @classmethod
     def from_dict(cls, document: Any) -> Constraints:
         """Inverse of `to_dict`. Raises ValueError or TypeError naming the field."""
-        if not isinstance(document, Mapping):
-            raise ValueError(f"constraints must be an object; got {document!r}")
-        if unknown := sorted(set(document) - {each.name for each in fields(cls)}):
-            raise ValueError(f"constraints have unknown fields {unknown}; known are {[each.name for each in fields(cls)]}")
-        if not isinstance(document.get("pin", {}), Mapping):
-            raise ValueError(f"constraints.pin must be an object; got {document['pin']!r}")
-        return cls(**document)
+        return canonical.decode(cls, document, "constraints")
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A setting of one rewrite at one site that is out of the question, and why."""
+
+    site: str
+    rewrite: str
+    knobs: Mapping[str, Value]
+    reason: str
+    constraint: bool               # it is legal, and a constraint forbids it
+
+    def __str__(self) -> str:
+        chosen = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items())
+        return f"{self.site}: {chosen}: {self.reason}"
+
+
+def settings(structure: Structure, constraints: Constraints, site: Site,
+             rewrite: Rewrite) -> tuple[tuple[dict[str, Value], ...], tuple[Rejection, ...]]:
+    """Every combination of a rewrite's own knobs at a site: the feasible ones, and the others with their reason."""
+    kept: list[dict[str, Value]] = []
+    rejected: list[Rejection] = []
+    for setting in rewrite.combinations():
+        illegal = rewrite.legal(structure, site, setting)
+        reason = illegal or _pinned_away(constraints, site, setting) or constraints.objection(structure, rewrite, site, setting)
+        if reason is None:
+            kept.append(setting)
+        else:
+            rejected.append(Rejection(site.name, rewrite.name, setting, reason, constraint=illegal is None))
+    return tuple(kept), tuple(rejected)
+
+
+def constraint_problems(structure: Structure, config: Config, constraints: Constraints) -> tuple[str, ...]:
+    """Which constraints a legal config breaks, but for the memory limit."""
+    pinned = constraints.pin.get("path", config.path)
+    found = [] if pinned == config.path else [f"path is pinned to {pinned!r}"]
+    if config.path == "native":
+        return tuple(found)
+    lookup_class, reason = lookup_equivalence(structure)
+    if not constraints.admits(lookup_class):
+        found.append(f"equivalence={constraints.equivalence!r} is demanded, and a planned step is {lookup_class}: {reason}")
+    for site in config.sites:
+        for rewrite in rewrites_at(site):
+            if objection := constraints.objection(structure, rewrite, site, config.knobs_at(site.name)):
+                found.append(f"{site.name}: {objection}")
+    return tuple(found)
+
+
+def _pinned_away(constraints: Constraints, site: Site, setting: Mapping[str, Value]) -> str | None:
+    """A pinned knob that has an effect only beside some values of another knob pins that one to them."""
+    for other in (knob for each in rewrites_at(site) for knob in each.knobs):
+        pinned = constraints.pinned(other.name, site.name)
+        if pinned is None or same(pinned, other.off):
+            continue
+        for name, values in other.requires:
+            if name in setting and not any(same(setting[name], value) for value in values):
+                return f"{other.name} is pinned to {pinned!r}, which needs {name} in {list(values)}"
+    return None
 
 
 def _rewrite_names(field_name: str, names: Iterable[str]) -> tuple[str, ...]:

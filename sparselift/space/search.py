@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from sparselift import canonical
 from sparselift.errors import InfeasibleError
 from sparselift.ir import Graph
-from sparselift.rewrites import EQUIVALENCES, Knob, Rewrite, Site, Value, same
+from sparselift.rewrites import Knob, Rewrite, Site, Value, same
 from sparselift.space.classes import size_classes
-from sparselift.space.config import (
-    PATHS, POLICY, ClassConfig, Config, config_problems, lookup_equivalence, memory_bytes, rewrites_at,
-)
-from sparselift.space.constraints import Constraints
+from sparselift.space.config import POLICY, ClassConfig, Config, config_problems, lookup_equivalence, memory_bytes, rewrites_at
+from sparselift.space.constraints import Constraints, Rejection, constraint_problems, settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +24,6 @@ class Dimension:
 
     def active(self, params: Mapping[str, Value]) -> bool:
         return all(name in params and any(same(params[name], value) for value in values) for name, values in self.condition)
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """A setting of one rewrite that is outside the space, and why."""
-
-    site: str
-    rewrite: str
-    knobs: Mapping[str, Value]
-    reason: str
-
-    def __str__(self) -> str:
-        chosen = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items())
-        return f"{self.site}: {chosen}: {self.reason}"
 
 
 class SearchSpace:
@@ -83,7 +67,7 @@ class SearchSpace:
         """Equal for spaces in which the same parameters mean the same configs."""
         return canonical.digest({
             "dimensions": [[d.name, d.choices, d.condition] for d in self.dimensions],
-            "fixed": [self._paths, {site: {knob: choices for knob, choices in knobs.items()} for site, knobs in self._choices.items()}],
+            "fixed": [self._paths, self._choices],
             "classes": [[each.name, each.tables] for each in self.classes],
         })
 
@@ -104,16 +88,15 @@ class SearchSpace:
 
     def check(self, config: Config) -> tuple[str, ...]:
         """Every reason why a config is infeasible: illegal, against a constraint, or too large. Empty for a feasible one."""
-        found = list(config_problems(self.graph.structure, config))
-        if not found and config.path == "planned":
-            found += self._objections(config)
-        if config.path in PATHS and self.constraints.pin.get("path", config.path) != config.path:
-            found.append(f"path is pinned to {self.constraints.pin['path']!r}")
-        return tuple(found) or self._memory_problems(config)
+        if found := config_problems(self.graph.structure, config):
+            return found
+        if config.path == "planned" and not self._has_classes_of(config):
+            found += ("the config's size classes are not those of this space",)
+        return found + constraint_problems(self.graph.structure, config, self.constraints) + self._memory_problems(config)
 
     def to_params(self, config: Config) -> dict[str, Value]:
         """The open choices of a config by dimension name. Raises ValueError for a config of another space, naming what differs."""
-        if config.path == "planned" and [(c.name, c.tables) for c in config.classes] != [(c.name, c.tables) for c in self.classes]:
+        if config.path == "planned" and not self._has_classes_of(config):
             raise ValueError("the config's size classes are not those of this space: "
                              f"{[c.name for c in config.classes]} and {[c.name for c in self.classes]}")
         known = {_dimension_name(knob, site): value for site, knobs in _values(config).items() for knob, value in knobs.items()}
@@ -144,8 +127,8 @@ class SearchSpace:
                                        for name in extra))
         if used.get("path", self._paths[0]) == "native":
             return self.native
-        return self._settled({site.name: {knob: used[dimension] for knob in self._choices[site.name]
-                                          if (dimension := _dimension_name(knob, site.name)) in used} for site in self._sites})
+        return self._settled({site.name: {knob: used[key] for knob in self._choices[site.name]
+                                          if (key := _dimension_name(knob, site.name)) in used} for site in self._sites})
 
     # How the space is found. A setting is one combination of a rewrite's own knobs at one site.
 
@@ -161,37 +144,19 @@ class SearchSpace:
 
     def _settings_of(self, site: Site, rewrite: Rewrite) -> tuple[dict[str, Value], ...]:
         """Feasible settings. Raises InfeasibleError where pins leave none."""
-        kept: list[dict[str, Value]] = []
-        rejected: list[Rejection] = []
-        for setting in rewrite.combinations():
-            reason = rewrite.legal(self.graph.structure, site, setting) or self._objection(rewrite, site, setting)
-            if reason is None:
-                kept.append(setting)
-            else:
-                rejected.append(Rejection(site.name, rewrite.name, setting, reason))
-        self.rejections += tuple(rejected)
+        kept, rejected = settings(self.graph.structure, self.constraints, site, rewrite)
+        self.rejections += rejected
         pins = [f"{knob.name}={pinned!r}" for knob in rewrite.knobs
                 if (pinned := self.constraints.pinned(knob.name, site.name)) is not None]
         if not kept and pins and self._may_plan:
             why = "; ".join(dict.fromkeys(each.reason for each in rejected if "is pinned to" not in each.reason))
             raise InfeasibleError(f"the pin {', '.join(pins)} cannot be met at {site.name}"
-                                  + (f": {why}" if why else "") + f"; take it away there, or pin path to 'native'")
-        return tuple(kept)
+                                  + (f": {why}" if why else "") + "; take it away there, or pin path to 'native'")
+        return kept
 
     @property
     def _may_plan(self) -> bool:
         return self.constraints.pin.get("path") != "native"
-
-    def _objection(self, rewrite: Rewrite, site: Site, setting: Mapping[str, Value]) -> str | None:
-        """A pinned knob that has an effect only beside some values of another rewrite's knob pins that one to them."""
-        for other in (knob for each in rewrites_at(site) for knob in each.knobs):
-            pinned = self.constraints.pinned(other.name, site.name)
-            if pinned is None or same(pinned, other.off):
-                continue
-            for name, values in other.requires:
-                if name in setting and not any(same(setting[name], value) for value in values):
-                    return f"{other.name} is pinned to {pinned!r}, which needs {name} in {list(values)}"
-        return self.constraints.objection(self.graph.structure, rewrite, site, setting)
 
     def _choices_of(self, site: Site, rewrite: Rewrite, knob: Knob) -> tuple[Value, ...]:
         """Values of a knob that some feasible setting has where the knob is active."""
@@ -203,7 +168,7 @@ class SearchSpace:
             return ("path is pinned to 'native'",)
         found = []
         lookup_class, reason = lookup_equivalence(self.graph.structure)
-        if EQUIVALENCES.index(lookup_class) > EQUIVALENCES.index(self.constraints.equivalence):
+        if not self.constraints.admits(lookup_class):
             found.append(f"equivalence={self.constraints.equivalence!r} is demanded, and a planned step is {lookup_class}: {reason}")
         for site, rewrite in self._each_rewrite():
             if not self._settings[site.name, rewrite.name]:
@@ -275,6 +240,9 @@ class SearchSpace:
 
     # How configs are made.
 
+    def _has_classes_of(self, config: Config) -> bool:
+        return [(each.name, each.tables) for each in config.classes] == [(each.name, each.tables) for each in self.classes]
+
     def _settled(self, values: Mapping[str, Mapping[str, Value]]) -> Config:
         """The planned config with these values by site. Fixed knobs get their only choice, knobs without effect their off value."""
         settled: dict[str, dict[str, Value]] = {}
@@ -307,19 +275,6 @@ class SearchSpace:
             if any(same(target, choice) for choice in self._choices[site].get(name, ())):
                 knobs[name] = target
         return self._settled(values)
-
-    def _objections(self, config: Config) -> list[str]:
-        found = []
-        if [(each.name, each.tables) for each in config.classes] != [(each.name, each.tables) for each in self.classes]:
-            found.append("the config's size classes are not those of this space")
-        for site in config.sites:
-            for rewrite in rewrites_at(site):
-                if reason := self.constraints.objection(self.graph.structure, rewrite, site, config.knobs_at(site.name)):
-                    found.append(f"{site.name}: {reason}")
-        lookup_class, reason = lookup_equivalence(self.graph.structure)
-        if EQUIVALENCES.index(lookup_class) > EQUIVALENCES.index(self.constraints.equivalence):
-            found.append(f"equivalence={self.constraints.equivalence!r} is demanded: {reason}")
-        return found
 
     def _memory_problems(self, config: Config) -> tuple[str, ...]:
         if self.constraints.memory_bytes is None:

@@ -1,0 +1,151 @@
+"""Does a plan still fit? Field by field, graded by what a difference means. And how two plans differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sparselift.errors import PlanMismatchError
+from sparselift.ir import Structure
+from sparselift.plan.document import Plan
+from sparselift.rewrites import same
+from sparselift.stats import Sketch
+
+GRADES = ("refuse", "re-check", "note")
+
+_SHOWN = 20                        # differences that a message spells out
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field that differs.
+
+    `grade` is "refuse" (the plan would compute something else, or nothing), "re-check" (right, but perhaps no longer fast: tune
+    or verify again) or "note". Between two plans it is "choice", "signature" or "evidence".
+    """
+
+    field: str
+    saved: Any                     # None: absent
+    current: Any
+    grade: str
+
+    def __str__(self) -> str:
+        return f"{self.grade}: {self.field}: saved {_text(self.saved)}, current {_text(self.current)}"
+
+
+def compare(plan: Plan, structure: Structure | None = None, batch_size: int | None = None, sketches: Mapping[str, Sketch] | None = None,
+            hardware: Mapping[str, Any] | None = None) -> tuple[Difference, ...]:
+    """What differs between a plan and what is at hand, the gravest first. What is None is not compared.
+
+    Tables, lookups, consumers, optimizers and world size are refused; another batch size, drift of the data, another machine or
+    another use of the loop is to be re-checked; library versions and a file edited by hand are noted.
+    """
+    found: list[Difference] = []
+    if structure is not None:
+        found += _structure_differences(plan.structure, structure)
+    if batch_size is not None and batch_size != plan.batch_size:
+        found.append(Difference("batch_size", plan.batch_size, batch_size, "re-check"))
+    if sketches is not None:
+        found += _drift(plan.sketches, sketches)
+    if hardware is not None:
+        found += _hardware_differences(plan.hardware, hardware)
+    if plan.edited:
+        found.append(Difference("checksum", plan.checksum, "another: the file was edited by hand", "note"))
+    return tuple(sorted(found, key=lambda difference: GRADES.index(difference.grade)))
+
+
+def check_fits(plan: Plan, structure: Structure | None = None, batch_size: int | None = None,
+               sketches: Mapping[str, Sketch] | None = None, hardware: Mapping[str, Any] | None = None) -> tuple[Difference, ...]:
+    """The differences that do not stand in the way. Raises PlanMismatchError naming each that does, with both values."""
+    found = compare(plan, structure, batch_size, sketches, hardware)
+    refused = [difference for difference in found if difference.grade == "refuse"]
+    if refused:
+        lines = [f"{d.field}: saved {_text(d.saved)}, current {_text(d.current)}" for d in refused[:_SHOWN]]
+        more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+        raise PlanMismatchError(f"the plan for {plan.workload!r} does not fit: " + "; ".join(lines) + more,
+                                tuple((d.field, d.saved, d.current) for d in refused))
+    return found
+
+
+def diff(a: Plan, b: Plan) -> tuple[Difference, ...]:
+    """How two plans differ: in what they choose, in what they are made for, in evidence. Empty for equal plans."""
+    found = [Difference(field, saved, current, "choice") for field, saved, current in _choices(a, b)]
+    found += [Difference(f"constraints.{each.name}", getattr(a.constraints, each.name), getattr(b.constraints, each.name), "choice")
+              for each in fields(a.constraints) if getattr(a.constraints, each.name) != getattr(b.constraints, each.name)]
+    signature = [*_structure_differences(a.structure, b.structure), *_drift(a.sketches, b.sketches),
+                 *_hardware_differences(a.hardware, b.hardware)]
+    found += [Difference(d.field, d.saved, d.current, "signature") for d in signature]
+    found += [Difference(name, getattr(a, name), getattr(b, name), "signature") for name in ("workload", "batch_size")
+              if getattr(a, name) != getattr(b, name)]
+    for name in ("status", "native", "planned", "default", "speedup", "note", "study"):
+        saved, current = getattr(a.evidence, name), getattr(b.evidence, name)
+        if saved != current:
+            found.append(Difference(f"evidence.{name}", saved, current, "evidence"))
+    if len(a.evidence.trials) != len(b.evidence.trials):
+        found.append(Difference("evidence.trials", len(a.evidence.trials), len(b.evidence.trials), "evidence"))
+    return tuple(found)
+
+
+def _choices(a: Plan, b: Plan) -> Iterator[tuple[str, Any, Any]]:
+    """Differing choices: by class where both plans have the same classes, else by table."""
+    if a.config.path != b.config.path:
+        yield "path", a.config.path, b.config.path
+    yield from _mapping_differences("policy", a.config.policy, b.config.policy)
+    if a.equivalence != b.equivalence:
+        yield "equivalence", a.equivalence, b.equivalence
+    same_classes = [(c.name, c.tables) for c in a.config.classes] == [(c.name, c.tables) for c in b.config.classes]
+    knobs = []
+    for plan in (a, b):
+        knobs.append({c.name: c.knobs for c in plan.config.classes} if same_classes
+                     else {table: c.knobs for c in plan.config.classes for table in c.tables})
+    for name in dict.fromkeys([*knobs[0], *knobs[1]]):
+        yield from _mapping_differences(name, knobs[0].get(name, {}), knobs[1].get(name, {}))
+
+
+def _structure_differences(saved: Structure, current: Structure) -> Iterator[Difference]:
+    for name in ("world_size", "optimizers"):
+        if getattr(saved, name) != getattr(current, name):
+            yield Difference(name, getattr(saved, name), getattr(current, name), "refuse")
+    for kind in ("tables", "features", "concats"):
+        here = {each.name: each for each in getattr(saved, kind)}
+        there = {each.name: each for each in getattr(current, kind)}
+        for name in dict.fromkeys([*here, *there]):
+            yield from _entity_differences(f"{kind}.{name}", here.get(name), there.get(name))
+    if saved.uses != current.uses:
+        yield Difference("uses", saved.uses, current.uses, "re-check")
+
+
+def _entity_differences(where: str, saved: Any, current: Any) -> Iterator[Difference]:
+    if saved is None or current is None:
+        yield Difference(where, saved, current, "refuse")
+        return
+    for each in fields(saved):
+        a, b = getattr(saved, each.name), getattr(current, each.name)
+        if each.name == "optimizer" and a is not None and b is not None:
+            a, b = (a.index, a.kind, a.fused_rule), (b.index, b.kind, b.fused_rule)       # the reason is for people
+        if a != b:
+            yield Difference(f"{where}.{each.name}", a, b, "refuse")
+
+
+def _drift(saved: Mapping[str, Sketch], current: Mapping[str, Sketch]) -> Iterator[Difference]:
+    for name in sorted(set(saved) & set(current)):
+        for what, (here, there) in saved[name].drift(current[name]).items():
+            yield Difference(f"sketches.{name}.{what}", here, there, "re-check")
+
+
+def _hardware_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:
+    for field, here, there in _mapping_differences("hardware", saved, current):
+        yield Difference(field, here, there, "note" if "version" in field else "re-check")
+
+
+def _mapping_differences(where: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys([*saved, *current]):
+        if not same(saved.get(name), current.get(name)):
+            yield f"{where}.{name}", saved.get(name), current.get(name)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
