@@ -1,0 +1,175 @@
+"""Fused lookups for modules that stand alone: torch's autograd on one side, a kernel program on the other.
+
+Letters in shapes: B bags of a feature, D columns of a table, K ids of a feature, R rows of a table.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from sparselift.kernels import get_backend
+from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableSpec, UpdateRule
+
+BACKEND = "cpu"
+
+# The update w = fma(1, g, w): onto zeros it writes the sum of a row's gradients.
+_ADD = UpdateRule("sgd", lr=-1.0)
+
+
+def hidden_values() -> str:
+    """Why tensors may have no values to read now, if so: a transform or a tracer stands in between. Empty otherwise."""
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform is active"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit is tracing"
+    return ""
+
+
+def watched_operations() -> str:
+    """Who must see torch's own operations now, if anyone: kernels read and write memory behind torch's back. Empty otherwise."""
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode is active"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    return ""
+
+
+class BagLookup:
+    """Compiled lookups, one feature a table, as a differentiable function of the tables and the per-sample weights.
+
+    Any number of threads may call it; they take turns, because a program keeps workspaces.
+    """
+
+    __slots__ = ("_lock", "program", "width")
+
+    def __init__(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], backend: str | None = None) -> None:
+        """Raises ValueError for a spec that the backend does not implement, KernelError for a backend that is not built."""
+        self.program: BagProgram = get_backend(backend or BACKEND).compile(tables, features)
+        self.width = sum(table.dim for table in tables)
+        self._lock = threading.Lock()
+
+    def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+                sample_weights: Sequence[Tensor | None] | None = None) -> IndexBatch:
+        """Validate one batch; see BagProgram.prepare."""
+        with self._lock:
+            return self.program.prepare(indices, offsets, sample_weights)
+
+    def __call__(self, tables: Sequence[Tensor], batch: IndexBatch, shape: Sequence[int], sparse: bool,
+                 sample_weights: Tensor | None = None) -> Tensor:
+        """Pooled rows of all features, side by side.
+
+        Parameters
+        ----------
+        tables          (R, D) contiguous float32, a table
+        batch           from `prepare`
+        shape           of the result: (B, sum of D), or another shape with those elements
+        sparse          tables get torch.sparse_coo gradients, uncoalesced, a row a lookup; else dense ones
+        sample_weights  what the batch was prepared with, all features in one (sum of K,) tensor: its gradient flows here
+        """
+        if torch.is_grad_enabled() and (any(table.requires_grad for table in tables)
+                                        or (sample_weights is not None and sample_weights.requires_grad)):
+            return _Lookup.apply(self, batch, shape, sparse, sample_weights, *tables)
+        return self.run(tables, batch, shape)
+
+    def run(self, tables: Sequence[Tensor], batch: IndexBatch, shape: Sequence[int]) -> Tensor:
+        """The lookups alone, outside autograd."""
+        out = tables[0].new_empty(shape)
+        with self._lock:
+            self.program.forward(tables, batch, out.view(-1, self.width))
+        return out
+
+    def table_grads(self, batch: IndexBatch, grad: Tensor, wanted: Sequence[bool], sparse: bool) -> list[Tensor | None]:
+        """The gradient of every wanted table. `grad` is (B, width), last stride 1."""
+        segment = Segment(batch, grad)
+        shapes = [(table.rows, table.dim) for table in self.program.tables]
+        if sparse:
+            with self._lock:
+                parts = [self.program.expanded_grad(table, [segment]) if want else None for table, want in enumerate(wanted)]
+            return [None if part is None else torch.sparse_coo_tensor(part[0][None], part[1], shape, check_invariants=False)
+                    for part, shape in zip(parts, shapes)]
+        # A table that wants no gradient still needs a tensor in its place, which no rule touches.
+        grads = [grad.new_zeros(shape) if want else grad.new_empty(shape) for shape, want in zip(shapes, wanted)]
+        with self._lock:
+            self.program.update(grads, [None] * len(grads), [_ADD if want else None for want in wanted], [segment])
+        return [sums if want else None for sums, want in zip(grads, wanted)]
+
+    def sample_weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, grad: Tensor) -> Tensor:
+        """(sum of K,) gradient of the per-sample weights. `grad` is (B, width), last stride 1."""
+        parts, column = [], 0
+        with self._lock:
+            for feature, table in enumerate(self.program.tables):
+                parts.append(self.program.weight_grad(tables, batch, feature, grad[:, column:column + table.dim]))
+                column += table.dim
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+class _Lookup(torch.autograd.Function):
+    """The autograd edge of a BagLookup: one for all its tables."""
+
+    @staticmethod
+    def forward(ctx: Any, lookup: BagLookup, batch: IndexBatch, shape: Sequence[int], sparse: bool,
+                sample_weights: Tensor | None, *tables: Tensor) -> Tensor:
+        ctx.lookup, ctx.batch, ctx.sparse = lookup, batch, sparse
+        if sample_weights is not None:
+            # The sum's gradient by the tables does not depend on them: only a gradient of the weights keeps them.
+            ctx.save_for_backward(sample_weights, *(tables if ctx.needs_input_grad[4] else ()))
+        return lookup.run(tables, batch, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        lookup, batch = ctx.lookup, ctx.batch
+        if batch is None:
+            raise RuntimeError("Trying to backward through a fused lookup a second time, after its ids were freed; "
+                               "pass retain_graph=True to the first backward()")
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.batch = None
+        grad = grad.reshape(-1, lookup.width)
+        if torch.is_grad_enabled() or hidden_values() or watched_operations():
+            return None, None, None, None, *_grads_in_torch(ctx, batch, grad)
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        weight_grad = None
+        if ctx.needs_input_grad[4]:
+            weight_grad = lookup.sample_weight_grad(ctx.saved_tensors[1:], batch, grad)
+        wanted = ctx.needs_input_grad[5:]
+        table_grads = lookup.table_grads(batch, grad, wanted, ctx.sparse) if any(wanted) else [None] * len(wanted)
+        return None, None, None, None, weight_grad, *table_grads
+
+
+def _grads_in_torch(ctx: Any, batch: IndexBatch, grad: Tensor) -> list[Tensor | None]:
+    """The gradient of the per-sample weights, then the tables', in operations that torch can see, transform and differentiate again."""
+    program, (by_weights, *by_table) = ctx.lookup.program, ctx.needs_input_grad[4:]
+    sample_weights, *tables = ctx.saved_tensors or (None,)
+    factors: Sequence[Tensor] = () if sample_weights is None else sample_weights.split(batch.num_lookups)
+    weight_grads, table_grads, column = [], [], 0
+    for feature, (spec, table) in enumerate(zip(program.features, program.tables)):
+        ids, bags = batch.indices(feature), _bag_of_each_id(batch.offsets(feature))
+        kept = torch.arange(len(ids)) if spec.padding_idx is None else (ids != spec.padding_idx).nonzero()[:, 0]
+        ids, bags = ids[kept], bags[kept]
+        arrived = grad[:, column:column + table.dim][bags]                   # (kept, D)
+        column += table.dim
+        if by_weights:
+            products = (tables[feature][ids] * arrived).sum(1)
+            weight_grads.append(grad.new_zeros(batch.num_lookups[feature]).index_add(0, kept, products))
+        if spec.weighted:
+            arrived = arrived * factors[feature][kept, None]
+        elif spec.pooling == "mean":
+            arrived = arrived / torch.bincount(bags)[bags, None]
+        table_grads.append(_place(ids, arrived, (table.rows, table.dim), ctx.sparse) if by_table[feature] else None)
+    return [torch.cat(weight_grads) if by_weights else None, *table_grads]
+
+
+def _bag_of_each_id(offsets: Tensor) -> Tensor:
+    return torch.repeat_interleave(offsets.diff())
+
+
+def _place(ids: Tensor, rows: Tensor, shape: tuple[int, int], sparse: bool) -> Tensor:
+    if sparse:
+        return torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
+    return rows.new_zeros(shape).index_add(0, ids, rows)
