@@ -1,0 +1,131 @@
+"""Native torch against planned steps, interleaved in one process, each with its own weights.
+
+W1 to W5 run the sparse path alone: forward, `output.backward(output_grad)`, optimizer. W6b is a full DLRM step. Native is one
+`nn.EmbeddingBag(sparse=True)` a table with torch's optimizers, or the shared benchmark's plain-torch row-wise Adagrad.
+Before timing, the outputs and weights of two steps are compared. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from cases import Bench, Case, CheckFailed, Side, check
+from interleave import Row, interleave, paired_row, single_row, write_rows
+from quiet import silence
+
+import sparselift as sl
+from sparselift.plan import Plan, default_plan
+
+WORKLOADS = ("W1", "W2", "W3", "W4", "W5", "W6b")
+BENCH = Path(__file__).parents[2] / "shared" / "bench"
+EXIT_CHECK_FAILED, EXIT_NO_BENCH = 1, 3
+LIFT_REPS = 3
+
+
+def plans(side: Side, args: argparse.Namespace) -> Iterator[tuple[str, str, Plan]]:
+    """(name, huge pages, plan) of what is to be measured."""
+    for pages in ("on", "off") if args.huge_pages == "both" else (args.huge_pages,):
+        constraints = sl.Constraints(pin={} if pages == "on" else {"huge_pages": "off"})
+        if args.tune:
+            result = sl.tune(side.workload(), trials=args.tune, constraints=constraints, seed=args.seed)
+            yield f"tuned, {args.tune} trials", pages, result.plan
+        else:
+            yield "default", pages, default_plan(sl.lift(side.workload()), constraints)
+
+
+def measure(bench: Bench, name: str, optimizer: str, args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of one workload and optimizer: for each thread count and plan, and what the machinery costs."""
+    shape = bench.workloads.load_workloads()[name]
+    case = Case(bench, shape, optimizer, args.seed)
+    native, planned = case.side(planned=False), case.side(planned=True)
+    traffic_bytes, checked = case.traffic_bytes(), False
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        if name == "W6b":
+            yield single_row(lift_seconds(native), workload="W6b lift, 8 batches", config="", optimizer=optimizer)
+        for config, pages, plan in plans(planned, args):
+            sl.apply(plan, planned.model, planned.optimizers)
+            if not checked:
+                check(native, planned)
+                checked = True
+            times = interleave(native.step, planned.step, len(case.batches), args.reps, args.seed)
+            yield paired_row(times, workload=name, config=config, optimizer=optimizer, huge_pages=pages, traffic_bytes=traffic_bytes)
+            if name == "W2" and pages == "on":
+                yield single_row(machinery_seconds(planned, args.reps), workload="W2 without kernels", config=config, optimizer=optimizer)
+            sl.unapply(planned.model, planned.optimizers)
+
+
+def lift_seconds(side: Side) -> list[float]:
+    """Seconds of lifting from ready batches."""
+    seconds = []
+    for _ in range(LIFT_REPS):
+        start = time.perf_counter()
+        sl.lift(side.workload(), batches=8)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def machinery_seconds(side: Side, reps: int) -> list[float]:
+    """Seconds of planned steps whose kernels do nothing: what Python and autograd around them cost."""
+    seconds = []
+    with silence(side.model):
+        for _ in range(reps + 1):
+            start = time.perf_counter()
+            side.step(0)
+            seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def show(row: Row) -> None:
+    label = f"{row.workload:22} {row.optimizer:16} {row.threads} threads"
+    if row.ratio is None:
+        print(f"{label}                 {row.planned_median_ms:9.3f} ms", flush=True)
+    else:
+        print(f"{label}  pages {row.huge_pages:3}  native {row.native_median_ms:8.2f} ms  planned {row.planned_median_ms:8.2f} ms  "
+              f"{row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]  {row.gbps:5.1f} GB/s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help=f"of {','.join(WORKLOADS)}; default: all")
+    parser.add_argument("--optimizers", type=names, default=None, help="default: all that a workload lists")
+    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2], help="default: 1,2")
+    parser.add_argument("--reps", type=int, default=31, help="timed pairs of steps; default: 31")
+    parser.add_argument("--huge-pages", choices=("on", "off", "both"), default="both", help="on: where the plan wants them; default: both")
+    parser.add_argument("--tune", type=int, default=0, metavar="TRIALS", help="tune a plan instead of taking the default one")
+    parser.add_argument("--bench-folder", type=Path, default=BENCH, help="where workloads.py and workloads.json are")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("first_light.csv"))
+    args = parser.parse_args()
+    try:
+        bench = Bench.load(args.bench_folder)
+    except FileNotFoundError as reason:
+        print(f"skipped {', '.join(args.workloads)}: {reason}", file=sys.stderr)
+        return EXIT_NO_BENCH
+    rows: list[Row] = []
+    shapes = bench.workloads.load_workloads()
+    for name in args.workloads:
+        for optimizer in shapes[name].optimizers:
+            if args.optimizers and optimizer not in args.optimizers:
+                continue
+            try:
+                for row in measure(bench, name, optimizer, args):
+                    rows.append(row)
+                    show(row)
+                    write_rows(args.out, rows)
+            except CheckFailed as reason:
+                print(f"check failed: {reason}", file=sys.stderr)
+                return EXIT_CHECK_FAILED
+            gc.collect()                  # the tables of one case at a time
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

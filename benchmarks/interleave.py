@@ -1,0 +1,112 @@
+"""Interleaved timing of two ways to run one training step, paired ratios, and the CSV that all benchmarks write."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparselift.hardware import hardware
+from sparselift.probe import probe
+
+WARMUP_REPS = 4
+CONFIDENCE = 0.95
+
+Step = Callable[[int], None]              # runs one training step on the batch of this number
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the CSV. What does not apply is empty."""
+
+    workload: str
+    config: str                           # "default", or how the plan was tuned
+    optimizer: str                        # of the tables
+    threads: int
+    huge_pages: str                       # "on": where the plan asks for them; "off"
+    native_median_ms: float | None
+    planned_median_ms: float
+    ratio: float | None                   # median over the reps of native / planned
+    low: float | None                     # of its 95% interval
+    high: float | None
+    spread: float | None                  # interquartile range of the ratios
+    reps: int
+    bytes: int | None                     # least traffic of a step: ids, outputs, gradients, touched rows
+    gbps: float | None                    # bytes / planned median
+    peak_gbps: float | None               # of this machine, streaming, with as many threads
+    versions: str
+    cpu: str
+
+
+def interleave(native: Step, planned: Step, num_batches: int, reps: int, seed: int) -> Seconds:
+    """(reps, 2) seconds of a native and a planned step.
+
+    A rep runs both once, in random order, on the same batch; batches rotate, so that a batch's rows were last touched
+    `num_batches` steps ago. The garbage collector is off while timing.
+    """
+    rng, times = np.random.default_rng(seed), np.empty((WARMUP_REPS + reps, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        for rep in range(len(times)):
+            for side in rng.permutation(2):
+                step = (native, planned)[side]
+                start = time.perf_counter()
+                step(rep % num_batches)
+                times[rep, side] = time.perf_counter() - start
+    finally:
+        gc.enable()
+    return times[WARMUP_REPS:]
+
+
+def median_interval(values: Seconds) -> tuple[float, float]:
+    """Distribution-free confidence interval of the median: the order statistics that a sign test leaves; of few values, their range."""
+    ordered, count = np.sort(values), len(values)
+    tail, outside = 0.0, 0
+    for successes in range(count // 2):
+        tail += math.comb(count, successes) / 2**count
+        if tail > (1 - CONFIDENCE) / 2:
+            break
+        outside = successes
+    return float(ordered[outside]), float(ordered[count - 1 - outside])
+
+
+def paired_row(times: Seconds, *, workload: str, config: str, optimizer: str, huge_pages: str, traffic_bytes: int) -> Row:
+    """The row of (reps, 2) native and planned seconds."""
+    native_s, planned_s = np.median(times, axis=0)
+    ratios = times[:, 0] / times[:, 1]
+    low, high = median_interval(ratios)
+    quarter, three_quarters = np.percentile(ratios, [25, 75])
+    return Row(workload, config, optimizer, torch.get_num_threads(), huge_pages, native_s * 1e3, planned_s * 1e3, float(np.median(ratios)),
+               low, high, float(three_quarters - quarter), len(times), traffic_bytes, traffic_bytes / planned_s / 1e9, probe().stream_gbps,
+               *machine())
+
+
+def single_row(seconds: Sequence[float], *, workload: str, config: str, optimizer: str) -> Row:
+    """The row of something that has no native counterpart."""
+    return Row(workload, config, optimizer, torch.get_num_threads(), "", None, float(np.median(seconds)) * 1e3, None, None, None, None,
+               len(seconds), None, None, None, *machine())
+
+
+def machine() -> tuple[str, str]:
+    """Versions in one text, and the processor's name."""
+    found = hardware().to_dict()
+    return " ".join(f"{name.removesuffix('_version')}={value}" for name, value in found.items() if name.endswith("_version")), found["cpu"]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """One line a row."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in asdict(row).items()})
