@@ -28,6 +28,13 @@ class InputPath:
     keys: tuple[str | int, ...]
     select: tuple[int, int] | None = None
 
+    def fetch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What is at this path. Raises LookupError, AttributeError or TypeError where there is nothing."""
+        value: Any = args if self.keys[0] == "args" else kwargs
+        for key in self.keys[1:]:
+            value = getattr(value, key) if isinstance(key, str) and not isinstance(value, Mapping) else value[key]
+        return value.select(*self.select) if self.select else value
+
     def __str__(self) -> str:
         text = "".join(f"[{k!r}]" if i else str(k) for i, k in enumerate(self.keys))
         return text + (f".select{self.select}" if self.select else "")
@@ -199,7 +206,8 @@ class Graph:
     sketches: Mapping[str, Sketch]  # by feature name
     refusals: tuple[Refusal, ...]
     batch_size: int                # B of the recorded batch
-    frontends: Mapping[str, str] = field(default_factory=dict)  # what saw the step: {"record": "ok", "fx": "why it failed", ...}
+    frontends: Mapping[str, str] = field(default_factory=dict)  # what saw the step, or why not: {"record": "8 forwards", "fx": "..."}
+    notes: Mapping[str, str] = field(default_factory=dict)      # remarks on what was lifted, by module or feature
 
 
 def _named(items: tuple[Any, ...], name: str, kind: str) -> Any:
@@ -212,7 +220,7 @@ def _named(items: tuple[Any, ...], name: str, kind: str) -> Any:
 def _path(document: Mapping[str, Any] | None) -> InputPath | None:
     if document is None:
         return None
-    return InputPath(tuple(document["keys"]), tuple(document["select"]) if document["select"] else None)  # type: ignore[arg-type]
+    return InputPath(tuple(document["keys"]), tuple(document["select"]) if document["select"] else None)
 
 
 def _plain(value: Any) -> Any:

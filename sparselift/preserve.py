@@ -29,7 +29,7 @@ from sparselift.workload import Workload
 _ROWWISE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowWiseAdagrad)
 
 # Reading these from a weight is no use of its rows in the step.
-_HARMLESS_READS = (Tensor.grad.__get__, Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
+_HARMLESS_READS = (Tensor.grad.__get__, Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined,union-attr]
 
 
 class preserve:

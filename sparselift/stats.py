@@ -188,10 +188,12 @@ def sketch(indices: Tensor | np.ndarray, bag_lengths: Tensor | np.ndarray, rows:
 
     Raises
     ------
-    ValueError   bag lengths that do not add up to K, or an id outside [0, rows)
+    ValueError   bag lengths that are negative or do not add up to K, or an id outside [0, rows)
     """
     ids = np.asarray(indices).ravel()
     bag_sizes = np.asarray(bag_lengths).ravel().astype(np.int64, copy=False)
+    if bag_sizes.min(initial=0) < 0:
+        raise ValueError(f"bag lengths must not be negative (do offsets decrease?); got {bag_sizes.min()}")
     if bag_sizes.sum() != ids.size:
         raise ValueError(f"bag lengths must add up to the number of ids ({ids.size}); got {bag_sizes.sum()}")
     id_min, id_max = (int(ids.min()), int(ids.max())) if ids.size else (-1, -1)

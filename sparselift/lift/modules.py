@@ -1,0 +1,193 @@
+"""Which embedding modules of a model can be lifted, as far as the modules and their optimizers tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from sparselift.errors import LiftRefused
+from sparselift.ir import OptimizerInfo, Refusal, Table
+from sparselift.nn import Embedding, EmbeddingBag, TableBatchedEmbeddingBags
+from sparselift.optim import fused_rule
+from sparselift.workload import Workload
+
+EmbeddingModule = nn.Embedding | nn.EmbeddingBag
+Holder = tuple[int, torch.optim.Optimizer, dict[str, Any]]     # position, optimizer, param group
+
+_NATIVE = (nn.EmbeddingBag, nn.Embedding)
+_LIFTED_TYPES = (*_NATIVE, EmbeddingBag, Embedding)
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The embedding modules of a model, and what is known without running it.
+
+    Attributes
+    ----------
+    modules    path -> module, in the model's order: those that may be lifted
+    tables     weight -> table, of those modules
+    refusals   the other embedding modules
+    notes      path -> a remark about a module that may be lifted
+    """
+
+    modules: dict[str, EmbeddingModule]
+    tables: dict[Tensor, Table]
+    refusals: tuple[Refusal, ...]
+    notes: dict[str, str]
+
+
+def survey(work: Workload) -> Survey:
+    """Look at every module. Raises LiftRefused for a model that cannot be lifted at all."""
+    _check_model(work.model)
+    names: dict[Tensor, str] = {weight: name for name, weight in work.model.named_parameters()}
+    modules: dict[str, EmbeddingModule] = {}
+    refusals: list[Refusal] = []
+    for path, module in work.model.named_modules():
+        refusal = _refusal(path, module)
+        if refusal is not None:
+            refusals.append(refusal)
+        elif isinstance(module, _NATIVE):
+            modules[path] = module
+    tables, unfit = _tables(work, names, modules)
+    refusals.extend(unfit)
+    drop_sharers(modules, refusals, work.model)
+    kept = {module.weight for module in modules.values()}
+    return Survey(modules, {weight: table for weight, table in tables.items() if weight in kept}, tuple(refusals),
+                  {path: note for path, module in modules.items() if (note := _note(module))})
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a module holds embedding tables: torch's classes, their subclasses, and our fused ones."""
+    return isinstance(module, (*_NATIVE, TableBatchedEmbeddingBags))
+
+
+def drop_sharers(modules: dict[str, EmbeddingModule], refusals: list[Refusal], model: nn.Module) -> None:
+    """Refuse modules that share their weight with a refused one: half of a table's gradient would pass by the lifted lookups."""
+    paths = dict(model.named_modules())
+    refused = {weight: refusal.where for refusal in refusals if refusal.where in paths
+               for weight in paths[refusal.where]._parameters.values() if weight is not None}
+    for path in [path for path, module in modules.items() if module.weight in refused]:
+        other = refused[modules.pop(path).weight]
+        refusals.append(Refusal(path, f"shares its weight with {other}, which is not lifted", f"lift {other}, or untie the two"))
+
+
+def _check_model(model: nn.Module) -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise LiftRefused(f"lift: {torch.distributed.get_world_size()} ranks; lifted tables are not synchronised between ranks yet, "
+                          "so only one process is supported")
+    for path, module in model.named_modules():
+        if isinstance(module, _WRAPPERS):
+            raise LiftRefused(f"lift: {path or 'the model'} is wrapped in {type(module).__name__}, which expects torch's own gradients "
+                              "of the tables; hand over the module inside")
+        forward = module.__dict__.get("forward")
+        if type(getattr(forward, "__self__", None)).__module__.startswith("sparselift.runtime"):
+            raise LiftRefused(f"lift: the model runs a plan already (its {path!r} is lifted); "
+                              "call sparselift.unapply(model, optimizer) first")
+
+
+def _refusal(path: str, module: nn.Module) -> Refusal | None:
+    """Why a module cannot be lifted, or None: it can, or it is no embedding."""
+    if isinstance(module, TableBatchedEmbeddingBags):
+        return Refusal(path, f"{type(module).__name__} is already one fused call")
+    if not isinstance(module, _NATIVE):
+        return None
+    for reason, remedy in (*_class_reasons(module), *_argument_reasons(module)):
+        return Refusal(path, reason, remedy)
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return Refusal(path, "its weight is not a plain parameter (weight normalisation, pruning, a property)", "remove what replaces it")
+    for reason, remedy in _weight_reasons(module.weight):
+        return Refusal(path, reason, remedy)
+    return None
+
+
+def _class_reasons(module: nn.Module) -> Iterator[tuple[str, str]]:
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        yield "its weight is parametrized, so it is computed anew at every forward", "torch.nn.utils.parametrize.remove_parametrizations"
+    elif kind not in _LIFTED_TYPES:
+        yield (f"{kind.__module__}.{kind.__qualname__} is a subclass, whose forward may compute something else",
+               f"use torch.nn.{'EmbeddingBag' if isinstance(module, nn.EmbeddingBag) else 'Embedding'} itself")
+    elif "forward" in module.__dict__:
+        yield "its forward has been replaced on the instance", "delete the instance's forward attribute"
+
+
+def _argument_reasons(module: EmbeddingModule) -> Iterator[tuple[str, str]]:
+    if module.max_norm is not None:
+        yield f"max_norm={module.max_norm} rewrites rows during the forward", "max_norm=None"
+    if module.scale_grad_by_freq:
+        yield "scale_grad_by_freq=True divides gradients by the counts of a whole batch", "scale_grad_by_freq=False"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        yield "mode='max' has no fused kernel", "mode='sum' or 'mean'"
+
+
+def _weight_reasons(weight: Tensor) -> Iterator[tuple[str, str]]:
+    if type(weight) is not nn.Parameter:
+        yield f"its weight is a {type(weight).__name__}", "use a plain nn.Parameter"
+    if weight.dtype != torch.float32:
+        yield f"its weight is {str(weight.dtype).removeprefix('torch.')}", "float32 is lifted"
+    if weight.device.type != "cpu":
+        yield f"its weight is on {weight.device}", "tables on the CPU are lifted"
+    if not weight.is_contiguous():
+        yield f"its weight is not contiguous (strides {weight.stride()})", "weight.data = weight.data.contiguous()"
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        yield "its weight has gradient hooks, which expect a gradient in backward", "remove the hooks"
+
+
+def _tables(work: Workload, names: Mapping[Tensor, str], modules: dict[str, EmbeddingModule]) -> tuple[
+        dict[Tensor, Table], list[Refusal]]:
+    """The tables of the modules. Modules whose table's update cannot be taken over leave `modules` and are refused."""
+    holders: dict[Tensor, list[Holder]] = {}
+    for index, optimizer in enumerate(work.optimizers):
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                holders.setdefault(weight, []).append((index, optimizer, group))
+    sparse: dict[Tensor, set[bool]] = {}
+    for module in modules.values():
+        sparse.setdefault(module.weight, set()).add(module.sparse)
+    tables: dict[Tensor, Table] = {}
+    refusals: list[Refusal] = []
+    for path, module in list(modules.items()):
+        weight = module.weight
+        for reason, remedy in _update_reasons(weight, sparse[weight], holders.get(weight, [])):
+            refusals.append(Refusal(path, reason, remedy))
+            del modules[path]
+            break
+        else:
+            info = _optimizer_info(module.sparse, holders.get(weight, []))
+            tables[weight] = Table(names[weight], len(weight), weight.shape[1], "float32", module.sparse, info)
+    return tables, refusals
+
+
+def _update_reasons(weight: Tensor, sparse: set[bool], holders: Sequence[Holder]) -> Iterator[tuple[str, str]]:
+    if len(sparse) > 1:
+        yield ("modules that share its weight differ in sparse=, so that torch adds a sparse to a dense gradient",
+               "give them the same sparse=")
+    elif len(holders) > 1:
+        yield f"its weight is in {len(holders)} parameter groups, so that a step updates it more than once", "keep it in one"
+    elif weight.requires_grad and False in sparse:
+        for _, optimizer, group in holders:
+            rule, reason = fused_rule(optimizer, group, sparse=False)
+            if rule is None:
+                yield (f"its gradient is dense (sparse=False), and {type(optimizer).__name__} natively moves untouched rows too: {reason}",
+                       "sparse=True, or an optimizer that leaves untouched rows alone")
+
+
+def _optimizer_info(sparse: bool, holders: Sequence[Holder]) -> OptimizerInfo | None:
+    for index, optimizer, group in holders:
+        return OptimizerInfo(index, type(optimizer).__name__, *fused_rule(optimizer, group, sparse))
+    return None
+
+
+def _note(module: nn.Module) -> str:
+    """What is special about a module that may be lifted."""
+    hooks = [kind for kind, registered in (
+        ("forward", {**module._forward_hooks, **module._forward_pre_hooks}),
+        ("backward", {**module._backward_hooks, **module._backward_pre_hooks})) if registered]
+    return f"has {' and '.join(hooks)} hooks, which keep running" if hooks else ""
+

@@ -1,0 +1,177 @@
+"""The nodes of a native training step, and what each needs.
+
+Letters: i id bytes, w weight bytes, B bags, D dim, K ids, U distinct rows, R rows, s optimizer state bytes a row, P radix passes
+or parameters. Memory traffic in bytes:
+
+lookup        K * (i + m*D*w) + B*D*4; m = U/K where the U rows fit into cache, else 1
+concat        2 * B * sum(D) * 4
+dense         opaque: FLOPs, operator calls and measured seconds
+expand        K*D*4 read; K*(D*4 + 8) written, or R*D*4 where the gradient is dense
+coalesce      sort 2*P*K*(8 + 4); K*D*4 read, U*(D*4 + 8) written
+update        2*n*(D*w + s) + n*D*4 for the gradient; n = U, K for SGD, which does not coalesce, R for a dense gradient
+dense_update  (3 + 2*states)*P*4
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+import torch
+from torch import Tensor
+
+from sparselift.hardware import hardware
+from sparselift.ir import Concat, Feature, Node, Resources, Structure, Table
+from sparselift.lift.timing import DenseCost, StepCost
+from sparselift.stats import Sketch
+
+_ID_BYTES = {"int64": 8, "int32": 4}
+_COO_ID_BYTES = 8                  # a sparse gradient's ids are int64
+_POSITION_BYTES = 4                # sorted along with them
+_RADIX_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _OptimizerTraits:
+    """State of torch's optimizers: tensors like the parameter, floats a row, and calls of a sparse update into torch."""
+
+    states: int = 0
+    row_floats: int = 0
+    sparse_calls: int = 1
+    coalesces: bool = True         # sums the gradients of a row before it uses them
+
+
+# An optimizer that is not here counts as stateless.
+_TRAITS = {
+    "SGD": _OptimizerTraits(coalesces=False),
+    "Adagrad": _OptimizerTraits(states=1, sparse_calls=8),
+    "RowWiseAdagrad": _OptimizerTraits(row_floats=1, sparse_calls=9),
+    "SparseAdam": _OptimizerTraits(states=2, sparse_calls=14),
+    "Adam": _OptimizerTraits(states=2),
+    "AdamW": _OptimizerTraits(states=2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Means a batch of one table, over all of its lookups."""
+
+    ids: float                     # K
+    unique: float                  # U, at most: rows that two features share count twice, up to R
+    outputs: float                 # pooled rows: B, or K without pooling
+
+
+def build_nodes(structure: Structure, sketches: Mapping[str, Sketch], cost: StepCost,
+                optimizers: Sequence[torch.optim.Optimizer], tables: Mapping[str, Tensor]) -> tuple[Node, ...]:
+    """The whole step: lookups, concats and the dense part, their backward, and the updates.
+
+    `tables` holds the weights by table name. A table that needs no gradient has neither backward nor update.
+    """
+    calls = Counter(feature.module for feature in structure.features)
+    cache_bytes = hardware().cache_bytes
+    forward = [_lookup(structure, feature, sketches[feature.name], _share(cost.lookup_s, feature.module, calls), cache_bytes)
+               for feature in structure.features]
+    concats = [_concat(structure, concat, sketches) for concat in structure.concats]
+    backward = [_opaque("dense_backward", "backward", ("dense",), cost.backward)]
+    updates: list[Node] = []
+    for table in structure.tables:
+        if tables[table.name].requires_grad:
+            sizes = _sizes(structure, table, sketches)
+            modules = {feature.module for feature in structure.features_of(table.name)}
+            backward += _gradient(structure, table, sizes, sum(cost.lookup_backward_s.get(module, 0.0) for module in modules))
+            if table.optimizer is not None:
+                updates.append(_update(table, sizes, backward[-1].name))
+    table_weights = set(tables.values())
+    dense_updates = [_dense_update(index, optimizer, table_weights) for index, optimizer in enumerate(optimizers)]
+    joined = {name for concat in concats for name in concat.inputs}
+    inputs = (*(node.name for node in forward if node.name not in joined), *(concat.name for concat in concats))
+    dense = _opaque("dense", "forward", inputs, cost.forward)
+    return (*forward, *concats, dense, *backward, *updates, *(node for node in dense_updates if node is not None))
+
+
+def _share(seconds: Mapping[str, float], module: str, calls: Mapping[str, int]) -> float | None:
+    return seconds[module] / calls[module] if module in seconds else None
+
+
+def _opaque(name: str, phase: str, inputs: tuple[str, ...], cost: DenseCost) -> Node:
+    return Node(name, name, phase, inputs, resources=Resources(flops=cost.flops, launches=cost.calls, time_s=cost.seconds))
+
+
+def _lookup(structure: Structure, feature: Feature, sketch: Sketch, seconds: float | None, cache_bytes: int) -> Node:
+    table = structure.table(feature.table)
+    k, row_bytes = sketch.lookups_per_batch, table.nbytes / table.rows
+    rows_read = sketch.unique_per_batch if sketch.unique_per_batch * row_bytes <= cache_bytes else k
+    outputs = _outputs(feature, sketch)
+    bag_bytes = sketch.bags_per_batch * 8 if feature.form == "offsets" else 0
+    id_bytes = k * (_ID_BYTES[feature.index_dtype] + (4 if feature.weighted else 0)) + bag_bytes
+    return Node(f"lookup:{feature.name}", "lookup", "forward", (), (table.name,), (feature.name,), Resources(
+        flops=round(k * table.dim * (2 if feature.weighted else 1)) if feature.pooling != "none" else 0,
+        read_bytes=round(id_bytes + rows_read * row_bytes), write_bytes=round(outputs * table.dim * 4),
+        live_bytes=round(id_bytes + outputs * table.dim * 4), time_s=seconds))
+
+
+def _concat(structure: Structure, concat: Concat, sketches: Mapping[str, Sketch]) -> Node:
+    features = [structure.feature(name) for name in concat.features]
+    width = sum(part if isinstance(part, int) else structure.table(structure.feature(part).table).dim for part in concat.parts)
+    nbytes = round(sketches[features[0].name].bags_per_batch * width * 4)
+    return Node(concat.name, "concat", "forward", tuple(f"lookup:{feature.name}" for feature in features),
+                tuple(dict.fromkeys(feature.table for feature in features)), concat.features,
+                Resources(read_bytes=nbytes, write_bytes=nbytes, live_bytes=2 * nbytes))
+
+
+def _gradient(structure: Structure, table: Table, sizes: _Sizes, seconds: float) -> list[Node]:
+    """From gradients of pooled rows to the gradient of a table, as the optimizer wants it."""
+    features = tuple(feature.name for feature in structure.features_of(table.name))
+    written = sizes.ids * (table.dim * 4 + _COO_ID_BYTES) if table.sparse else table.rows * table.dim * 4
+    nodes = [Node(f"expand:{table.name}", "expand", "backward", ("dense_backward",), (table.name,), features, Resources(
+        read_bytes=round(sizes.ids * table.dim * 4), write_bytes=round(written),
+        live_bytes=round(written + sizes.outputs * table.dim * 4), launches=len(features), time_s=seconds))]
+    if table.sparse and table.optimizer is not None and _traits(table).coalesces:
+        passes = max(1, ceil(log2(max(table.rows, 2)) / _RADIX_BITS))
+        sorting = passes * sizes.ids * (_COO_ID_BYTES + _POSITION_BYTES)
+        summed = sizes.unique * (table.dim * 4 + _COO_ID_BYTES)
+        nodes.append(Node(f"coalesce:{table.name}", "coalesce", "backward", (nodes[0].name,), (table.name,), features, Resources(
+            flops=round(sizes.ids * table.dim), read_bytes=round(sorting + sizes.ids * table.dim * 4),
+            write_bytes=round(sorting + summed), live_bytes=round(written + summed))))
+    return nodes
+
+
+def _update(table: Table, sizes: _Sizes, gradient: str) -> Node:
+    traits = _traits(table)
+    rows = table.rows if not table.sparse else sizes.unique if traits.coalesces else sizes.ids
+    state_bytes = 4 * (traits.states * table.dim + traits.row_floats)
+    moved = rows * (table.nbytes / table.rows + state_bytes)
+    return Node(f"update:{table.name}", "update", "update", (gradient,), (table.name,), (), Resources(
+        flops=round(rows * table.dim * (2 + 3 * traits.states)), read_bytes=round(moved + rows * table.dim * 4), write_bytes=round(moved),
+        live_bytes=round(rows * table.dim * 4), launches=traits.sparse_calls if table.sparse else 1))
+
+
+def _dense_update(index: int, optimizer: torch.optim.Optimizer, tables: set[Tensor]) -> Node | None:
+    """The update of everything that is no lifted table; None if the optimizer has nothing else."""
+    sizes = [weight.numel() for group in optimizer.param_groups for weight in group["params"]
+             if weight.requires_grad and weight not in tables]
+    if not sizes:
+        return None
+    kind = type(optimizer).__name__
+    states = _TRAITS.get(kind, _OptimizerTraits()).states + any(group.get("momentum") for group in optimizer.param_groups)
+    elements = sum(sizes)
+    return Node(f"dense_update:{index}", "dense_update", "update", ("dense_backward",), resources=Resources(
+        flops=elements * (2 + 3 * states), read_bytes=(2 + states) * elements * 4, write_bytes=(1 + states) * elements * 4,
+        live_bytes=elements * 4, launches=len(sizes)))
+
+
+def _sizes(structure: Structure, table: Table, sketches: Mapping[str, Sketch]) -> _Sizes:
+    features = structure.features_of(table.name)
+    seen = [sketches[feature.name] for feature in features]
+    return _Sizes(sum(sketch.lookups_per_batch for sketch in seen), min(sum(sketch.unique_per_batch for sketch in seen), table.rows),
+                  sum(_outputs(feature, sketch) for feature, sketch in zip(features, seen)))
+
+
+def _outputs(feature: Feature, sketch: Sketch) -> float:
+    return sketch.lookups_per_batch if feature.pooling == "none" else sketch.bags_per_batch
+
+
+def _traits(table: Table) -> _OptimizerTraits:
+    return _TRAITS.get(table.optimizer.kind if table.optimizer else "", _OptimizerTraits())
