@@ -104,7 +104,7 @@ class BagLookup:
         parts, column = [], 0
         with self._lock:
             for feature, table in enumerate(self.program.tables):
-                parts.append(self.program.weight_grad(tables, batch, feature, grad[:, column:column + table.dim]))
+                parts.append(self.program.weight_grad(tables, batch, feature, grad.narrow(1, column, table.dim)))
                 column += table.dim
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -130,7 +130,7 @@ class _Lookup(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.batch = None
         grad = grad.reshape(-1, lookup.width)
-        if torch.is_grad_enabled() or hidden_values() or watched_operations():
+        if torch.is_grad_enabled() or not torch._C._has_storage(grad) or hidden_values() or watched_operations():
             return None, None, None, None, *_grads_in_torch(ctx, batch, grad)
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
@@ -152,7 +152,7 @@ def _grads_in_torch(ctx: Any, batch: IndexBatch, grad: Tensor) -> list[Tensor | 
         ids, bags = batch.indices(feature), _bag_of_each_id(batch.offsets(feature))
         kept = torch.arange(len(ids)) if spec.padding_idx is None else (ids != spec.padding_idx).nonzero()[:, 0]
         ids, bags = ids[kept], bags[kept]
-        arrived = grad[:, column:column + table.dim][bags]                   # (kept, D)
+        arrived = grad.narrow(1, column, table.dim)[bags]                   # (kept, D)
         column += table.dim
         if by_weights:
             products = (tables[feature][ids] * arrived).sum(1)
