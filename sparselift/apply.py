@@ -44,7 +44,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: Optimizers, process_group: ob
     LiftRefused         more than one rank (no exchange yet), or a model that has a plan already
     """
     if process_group is not None or _world_size() > 1:
-        raise LiftRefused(f"apply: {_world_size()} ranks; lifted tables are not synchronised between ranks yet, so only one process is supported")
+        raise LiftRefused(f"apply: {_world_size()} ranks; lifted tables are not synchronised between ranks yet: a plan runs in one process")
     if ATTRIBUTE in model.__dict__:
         raise LiftRefused(f"apply: {type(model).__name__} has a plan already; call sparselift.unapply first")
     optimizers = as_tuple(optimizer)
@@ -90,7 +90,7 @@ class Applied:
             return
         self.set_pages(True)
         for name, forward in self.runtime.forwards.items():
-            model.get_submodule(name).forward = forward.forward  # type: ignore[method-assign]
+            model.get_submodule(name).forward = forward.forward
         self._model_hooks = [model.register_forward_pre_hook(self.runtime.before_forward, with_kwargs=True, prepend=True),
                              model.register_forward_hook(self.runtime.after_forward, always_call=True)]
         for optimizer in optimizers:
@@ -131,13 +131,14 @@ class Applied:
         for prelude in runtime.preludes:
             group = prelude.group
             target = f", written straight into {group.concat.name}" if group.concat else ""
-            lines.append(f"prelude: {len(group.features)} lookups over {len(group.tables)} tables in one call{target}; ran {group.calls} times")
+            lines.append(f"prelude: {len(group.features)} lookups over {len(group.tables)} tables in one call{target}: {group.calls} times")
         outside = [f.name for g in self.schedule.groups if not g.prelude for f in map(self.structure.feature, g.features)]
         if outside:
             lines.append(f"outside the prelude, each a fused lookup where its module stands: {', '.join(outside)}")
         lines += [f"stepped aside: {feature}: {why}: {count} times" for (feature, why), count in sorted(runtime.asides.items())]
         lines += [f"update of {table}: {how}: {count} times" for (table, how), count in sorted(runtime.updates.items())]
-        lines += [f"huge pages: {name}: {p.huge_bytes / 2**20:.0f} of {p.requested_bytes / 2**20:.0f} MiB" for name, p in sorted(self.pages.items())]
+        lines += [f"huge pages: {name}: {pages.huge_bytes / 2**20:.0f} of {pages.requested_bytes / 2**20:.0f} MiB"
+                  for name, pages in sorted(self.pages.items())]
         if not runtime.asides and not runtime.updates:
             lines.append("nothing fell back")
         return "\n".join(lines)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class GradState:
     Either `value` is None and the gradient is the sum of `pending`, or `value` is the gradient and `pending` is empty.
     """
 
-    __slots__ = ("pending", "value", "shape", "sparse", "__weakref__")
+    __slots__ = ("__weakref__", "pending", "shape", "sparse", "value")
 
     def __init__(self, shape: tuple[int, int], sparse: bool) -> None:
         self.pending: list[Pending] = []
@@ -128,7 +129,8 @@ class PendingGrad(Tensor):
     @staticmethod
     def __new__(cls, state: GradState) -> PendingGrad:
         layout = torch.sparse_coo if state.sparse else torch.strided
-        self = torch.Tensor._make_wrapper_subclass(cls, state.shape, dtype=torch.float32, device="cpu", layout=layout)  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(cls, state.shape, dtype=torch.float32,
+                                                         device=torch.device("cpu"), layout=layout)
         self._state = state
         return self
 
@@ -139,7 +141,7 @@ class PendingGrad(Tensor):
     def state(self) -> GradState:
         return self._state
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._state.tensor())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -149,7 +151,8 @@ class PendingGrad(Tensor):
         return self._state.tensor().clone()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (),  # type: ignore[override]
+                           kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         handler = _LAZY.get(func)
         if handler is not None:
@@ -167,8 +170,8 @@ def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         holder: Any = real_args if position < len(args) else real_kwargs
         place: Any = position if position < len(args) else argument.name
         if position < len(args) or argument.name in kwargs:
-            kept = argument.alias_info is not None
-            holder[place] = tree_map_only(PendingGrad, lambda grad, kept=kept: _real(grad, kept, touched), holder[place])
+            convert = partial(_real, kept=argument.alias_info is not None, touched=touched)
+            holder[place] = tree_map_only(PendingGrad, convert, holder[place])
     result = func(*real_args, **real_kwargs)
     if not any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
         return result

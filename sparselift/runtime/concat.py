@@ -23,7 +23,7 @@ class ConcatBuffer:
     collection.
     """
 
-    __slots__ = ("whole", "raw", "is_lookup", "widths", "result")
+    __slots__ = ("is_lookup", "raw", "result", "whole", "widths")
 
     def __init__(self, whole: Tensor, raw: Tensor, is_lookup: Sequence[bool], widths: Sequence[int]) -> None:
         """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths)."""
@@ -36,7 +36,7 @@ class ConcatBuffer:
         for place, piece in enumerate(pieces):
             if self.is_lookup[place]:
                 piece.__class__ = PooledSlice
-                piece._buffer, piece._place = self, place     # type: ignore[attr-defined]
+                piece._buffer, piece._place = self, place   
         return list(pieces)
 
     def joined(self, parts: Sequence[Any]) -> Tensor | None:
@@ -95,7 +95,7 @@ class FillConcat(torch.autograd.Function):
     """Copies the parts of a concat that are no lookups into their columns of the buffer."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, is_lookup: Sequence[bool], widths: Sequence[int], whole: Tensor,  # type: ignore[override]
+    def forward(ctx: Any, raw: Tensor, is_lookup: Sequence[bool], widths: Sequence[int], whole: Tensor,
                 *others: Tensor) -> Tensor:
         ctx.spans, start, remaining = [], 0, iter(others)
         for lookup, width in zip(is_lookup, widths):
@@ -106,5 +106,5 @@ class FillConcat(torch.autograd.Function):
         return raw.data                         # no view of `whole`: torch.cat's output may be modified in place
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, None, None, grad, *(grad[:, start:stop] for start, stop in ctx.spans)

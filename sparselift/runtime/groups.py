@@ -118,7 +118,7 @@ class LookupGroup:
 class LookupCall:
     """One batch on its way through a group: the prepared ids, and what its backward must do."""
 
-    __slots__ = ("group", "weights", "grads", "batch", "shapes", "trainable", "weighted", "buffer")
+    __slots__ = ("batch", "buffer", "grads", "group", "shapes", "trainable", "weighted", "weights")
 
     group: LookupGroup
     batch: IndexBatch
@@ -134,7 +134,8 @@ class LookupCall:
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> None:
         """Hand the ids to the kernels, flat: (B, L) ids are bags of L, and each id of an nn.Embedding is a bag of its own."""
         group = self.group
-        self.shapes, lengths = (), offsets
+        self.shapes = ()
+        lengths: Sequence[Any] = offsets                      # a tensor, or the one length of every bag
         if not group.is_flat:
             self.shapes = tuple(ids.shape for ids in indices)
             lengths = [_bag_length(f, ids) if f.form != "offsets" else o for f, ids, o in zip(group.features, indices, offsets)]
@@ -225,7 +226,7 @@ class FusedLookup(torch.autograd.Function):
     """The one autograd edge of a fused call. Weights are no inputs: their gradients wait in `.grad` for the optimizer."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: LookupCall, outputs: tuple[Tensor, ...], *sample_weights: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, anchor: Tensor, call: LookupCall, outputs: tuple[Tensor, ...], *sample_weights: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(anchor)           # so that a second backward without retain_graph raises, as torch's does
         ctx.call = call
@@ -236,7 +237,7 @@ class FusedLookup(torch.autograd.Function):
         return fresh
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.saved_tensors                       # noqa: B018  raises after the graph was freed
         if torch.is_grad_enabled():
             raise LiftRefused(f"create_graph=True through the lifted lookups {_names(ctx.call)}: their backward is not differentiable; "

@@ -37,8 +37,8 @@ def compile_fetch(features: Sequence[Feature]) -> Fetch:
     columns = [[_expression(getattr(f, kind)) for f in features] for kind in ("indices", "offsets", "weights")]
     body = ", ".join(f"[{', '.join(column)}]" for column in columns)
     namespace: dict[str, Any] = {"lookup": lookup}
-    exec(f"def fetch(args, kwargs):\n    return {body}\n", namespace)     # noqa: S102
-    return namespace["fetch"]                                             # type: ignore[no-any-return]
+    exec(f"def fetch(args, kwargs):\n    return {body}\n", namespace)
+    return namespace["fetch"]
 
 
 def _expression(path: InputPath | None) -> str:

@@ -17,7 +17,7 @@ class TableGrad:
     the rest of the backward. One that somebody else holds (logged, say) is left to them, and a new one made.
     """
 
-    __slots__ = ("shape", "sparse", "handle")
+    __slots__ = ("handle", "shape", "sparse")
 
     def __init__(self, shape: tuple[int, int], sparse: bool) -> None:
         self.shape, self.sparse = shape, sparse

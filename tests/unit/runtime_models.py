@@ -49,13 +49,15 @@ def bags_structure(model: Bags, optimizers: Sequence[torch.optim.Optimizer], wei
     for t, module in enumerate(model.emb):
         info: OptimizerInfo | None = optimizer_info(module.weight, module.sparse, optimizers)
         tables.append(Table(f"emb.{t}.weight", *module.weight.shape, "float32", module.sparse, info))
+        indices, offsets, weights = (InputPath(("args", argument, t)) for argument in (2, 1, 3))
         features.append(Feature(f"emb.{t}", f"emb.{t}", 0, f"emb.{t}.weight", module.mode, module.padding_idx, False, "offsets", weighted,
-                                "int64", InputPath(("args", 2, t)), InputPath(("args", 1, t)), InputPath(("args", 3, t)) if weighted else None))
+                                "int64", indices, offsets, weights if weighted else None))
     concat = Concat("cat", (DIM, *(f.name for f in features)))
     return Structure(tuple(tables), tuple(features), (concat,), tuple(type(o).__name__ for o in optimizers), None)
 
 
-def schedule(structure: Structure, *, concat: bool = True, prelude: bool = True, update: str = "fused", coalesce: str = "chain") -> Schedule:
+def schedule(structure: Structure, *, concat: bool = True, prelude: bool = True, update: str = "fused",
+             coalesce: str = "chain") -> Schedule:
     """One group of everything, or each lookup by itself."""
     names = tuple(f.name for f in structure.features)
     groups = (GroupSchedule(names, True, structure.concats[0].name if concat else None),) if prelude \

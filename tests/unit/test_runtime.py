@@ -68,7 +68,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("plan", [{"concat": True}, {"concat": False}, {"concat": False, "prelude": False}], ids=["concat", "group", "alone"])
+@pytest.mark.parametrize("plan", [{"concat": True}, {"concat": False}, {"concat": False, "prelude": False}],
+                         ids=["concat", "group", "alone"])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_sgd_without_coalescing_has_native_bits(backend: str, plan: dict[str, bool], mode: str) -> None:
     pair = Pair(backend=backend, mode=mode, padding_idx=2, coalesce="none", **plan)

@@ -1,0 +1,240 @@
+"""Batches of small integers on which every sum of a step is exact in float32, in any order; and the step's formulas in float64.
+
+Letters: B bags, K ids, D columns, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparselift.ir import Feature, Structure
+from sparselift.stats import Sketch
+from sparselift.verify.twin import LR, Rule, TwinBatch
+
+EXACT = 2.0 ** 24                  # float32 holds every integer up to here
+MAX_BAGS, MAX_LENGTH, MAX_MEAN_LENGTH = 96, 48, 8
+MAX_WEIGHT, MAX_GRAD, MAX_FACTOR = 3, 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A batch, the gradients that are to arrive at each feature, and the bags spelled out."""
+
+    batch: TwinBatch
+    grads: dict[str, Tensor]       # by feature: (B, D) integers; (K, D) without pooling
+    bag_of: tuple[Tensor, ...]     # a feature: (K,) the bag of each id
+
+
+def draw_weights(structure: Structure, generator: torch.Generator) -> dict[str, Tensor]:
+    """(R, D) small integers, a table."""
+    return {t.name: _integers((t.rows, t.dim), MAX_WEIGHT, generator) for t in structure.tables}
+
+
+def draw(structure: Structure, sketches: Mapping[str, Sketch], bags: int, generator: torch.Generator) -> Drawn:
+    """One batch that follows the sketches: bag lengths, empty bags, duplicates, padding; the last row of each table is always named."""
+    indices, offsets, weights, bag_of, grads = [], [], [], [], {}
+    for feature in structure.features:
+        table = structure.table(feature.table)
+        lengths, padded = _lengths(feature, sketches.get(feature.name, Sketch.empty()), bags, generator)
+        owner = torch.arange(bags).repeat_interleave(lengths)
+        ids = _ids(feature, table.rows, owner, padded, sketches.get(feature.name, Sketch.empty()), generator)
+        ids = ids.to(torch.int32 if feature.index_dtype == "int32" else torch.int64)
+        ends = lengths.cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends]) if feature.include_last_offset else ends - lengths
+        factors = _factors(len(ids), generator) if feature.weighted else None
+        if feature.form == "matrix":
+            ids, factors = ids.view(bags, -1), None if factors is None else factors.view(bags, -1)
+        indices.append(ids)
+        offsets.append(starts.to(ids.dtype) if feature.form == "offsets" else None)
+        weights.append(factors)
+        bag_of.append(owner)
+        grads[feature.name] = _integers((bags, table.dim), MAX_GRAD, generator)
+    foreign = tuple(tuple(_integers((bags, part), MAX_WEIGHT, generator) for part in concat.parts if isinstance(part, int))
+                    for concat in structure.concats)
+    return Drawn(TwinBatch(tuple(indices), tuple(offsets), tuple(weights), foreign), grads, tuple(bag_of))
+
+
+def _integers(shape: tuple[int, ...], largest: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(-largest, largest + 1, shape, generator=generator).float()
+
+
+def _factors(count: int, generator: torch.Generator) -> Tensor:
+    signs = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+    return (signs * torch.randint(1, MAX_FACTOR + 1, (count,), generator=generator)).float()
+
+
+def _lengths(feature: Feature, sketch: Sketch, bags: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(B,) ids a bag, and how many of them are padding. Counted ids of a mean are powers of two."""
+    if feature.form == "ids":
+        return torch.ones(bags, dtype=torch.int64), torch.zeros(bags, dtype=torch.int64)
+    if feature.form == "matrix":
+        length = min(max(sketch.max_length, 1), MAX_LENGTH)
+        if feature.pooling == "mean":
+            length = min(1 << (length.bit_length() - 1), MAX_MEAN_LENGTH)
+        return torch.full((bags,), length), torch.zeros(bags, dtype=torch.int64)
+    shares = torch.rand(bags, generator=generator)
+    lengths = torch.tensor([min(sketch.length_quantile(float(s)), MAX_LENGTH) if sketch.bags else 1 for s in shares])
+    if feature.pooling == "mean":
+        lengths = torch.tensor([min(1 << (n.bit_length() - 1), MAX_MEAN_LENGTH) if n else 0 for n in lengths.tolist()])
+    if bags > 2:
+        lengths[1], lengths[bags - 1] = 0, max(1, int(lengths[bags - 1]))  # an empty bag inside; the last bag names the last row
+    padded = torch.zeros(bags, dtype=torch.int64)
+    if feature.padding_idx is not None:
+        padded = torch.randint(0, 3, (bags,), generator=generator)
+    return lengths + padded, padded
+
+
+def _ids(feature: Feature, rows: int, owner: Tensor, padded: Tensor, sketch: Sketch, generator: torch.Generator) -> Tensor:
+    """(K,) rows: a few hot ones, the rest from so many distinct ones as the sketch has; padding first in its bag."""
+    count = len(owner)
+    choices = torch.randperm(rows, generator=generator)
+    choices = choices[choices != feature.padding_idx] if feature.padding_idx is not None else choices
+    if not len(choices):
+        return torch.zeros(count, dtype=torch.int64)
+    distinct = min(len(choices), max(2, round(count * (1 - sketch.duplicate_ratio))))
+    hot = torch.rand(count, generator=generator) < 0.2
+    place = torch.where(hot, torch.randint(0, min(4, distinct), (count,), generator=generator),
+                        torch.randint(0, distinct, (count,), generator=generator))
+    ids = choices[place]
+    if count and feature.padding_idx != rows - 1:
+        ids[count - 1] = rows - 1
+    if feature.padding_idx is not None:
+        position = torch.arange(count) - torch.searchsorted(owner, owner)  # within the bag
+        ids[position < padded[owner]] = feature.padding_idx
+        if feature.form == "ids" or (feature.form == "matrix" and feature.pooling == "sum"):
+            ids[torch.rand(count, generator=generator) < 0.1] = feature.padding_idx
+    return ids
+
+
+@dataclass(slots=True)
+class Oracle:
+    """The step by its formulas, in float64, and the largest sum of absolute terms in units of its smallest part."""
+
+    structure: Structure
+    rules: Mapping[str, Rule]
+    weights: dict[str, Tensor]     # (R, D) float64
+    sums: dict[str, Tensor]        # Adagrad's, float64
+    grads: dict[str, Tensor]       # accumulated, (R, D) float64
+    absolute: dict[str, Tensor]    # the same with absolute terms
+    largest: float = 0.0
+
+    @classmethod
+    def start(cls, structure: Structure, rules: Mapping[str, Rule], weights: Mapping[str, Tensor]) -> Oracle:
+        doubles = {name: weight.double() for name, weight in weights.items()}
+        sums = {}
+        for name, rule in rules.items():
+            if rule.formula != "sgd":
+                shape = doubles[name].shape if rule.formula == "adagrad" else doubles[name].shape[:1]
+                sums[name] = torch.full(shape, rule.options["initial_accumulator_value"], dtype=torch.float64)
+        zeros = {name: torch.zeros_like(weight) for name, weight in doubles.items()}
+        return cls(structure, rules, doubles, sums, zeros, {name: zero.clone() for name, zero in zeros.items()})
+
+    def lookup(self, drawn: Drawn) -> dict[str, Tensor]:
+        """(B, D) pooled rows a feature; (K, D) without pooling."""
+        found = {}
+        for place, feature in enumerate(self.structure.features):
+            ids, keep, factor, count = _spelled(feature, drawn, place)
+            weight = self.weights[feature.table]
+            rows = weight[ids] * factor[:, None]
+            bag = drawn.bag_of[place]
+            if feature.pooling == "none":
+                found[feature.name] = weight[ids]
+                continue
+            total = weight.new_zeros(len(count), weight.shape[1])
+            found[feature.name] = total.index_add(0, bag[keep], rows[keep]) / (count[:, None] if feature.pooling == "mean" else 1)
+            self._note(total.index_add(0, bag[keep], rows[keep].abs()), self._unit(feature.table))
+        return found
+
+    def backward(self, drawn: Drawn) -> dict[str, Tensor]:
+        """Accumulate into `grads`. Returns the gradients (K,) of the per-sample weights."""
+        found = {}
+        for place, feature in enumerate(self.structure.features):
+            ids, keep, factor, count = _spelled(feature, drawn, place)
+            bag = drawn.bag_of[place]
+            arrived = drawn.grads[feature.name].double()[bag]
+            grad = arrived * factor[:, None] / (count[bag, None] if feature.pooling == "mean" else 1)
+            self.grads[feature.table].index_add_(0, ids[keep], grad[keep])
+            self.absolute[feature.table].index_add_(0, ids[keep], grad[keep].abs())
+            self._note(self.absolute[feature.table], 1 / MAX_MEAN_LENGTH)
+            if feature.weighted:
+                products = arrived * self.weights[feature.table][ids]
+                found[feature.name] = torch.where(keep, products.sum(1), 0.0)
+                self._note(products.abs().sum(1), self._unit(feature.table))
+        return found
+
+    def step(self) -> None:
+        """Apply the accumulated gradients of the tables that have a rule; forget all."""
+        for name, rule in self.rules.items():
+            grad, touched = self.grads[name] * rule.sign, self.absolute[name].sum(1) > 0
+            if rule.formula == "sgd":
+                self._note(self.weights[name].abs() + LR * self.absolute[name], self._unit(name))
+                self.weights[name] -= LR * grad
+                continue
+            decay = rule.options["weight_decay"]
+            grad = torch.where(touched[:, None], grad + decay * self.weights[name], 0.0)
+            square = grad.square() if rule.formula == "adagrad" else grad.square().mean(1)
+            self.sums[name] += square
+            unit = (decay or 1.0) / MAX_MEAN_LENGTH
+            self._note(self.sums[name] * (1 if rule.formula == "adagrad" else grad.shape[1]), unit * unit)
+        for grads in (self.grads, self.absolute):
+            for grad in grads.values():
+                grad.zero_()
+
+    def _unit(self, table: str) -> float:
+        """What every weight is a multiple of: integers, after SGD the rate times a mean's smallest share."""
+        rule = self.rules.get(table)
+        means = MAX_MEAN_LENGTH if any(f.pooling == "mean" for f in self.structure.features_of(table)) else 1
+        return 1.0 if rule is None or rule.formula != "sgd" else LR / means / means
+
+    def _note(self, absolute: Tensor, unit: float) -> None:
+        if absolute.numel():
+            self.largest = max(self.largest, float(absolute.max()) / unit)
+
+
+def _spelled(feature: Feature, drawn: Drawn, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(K,) ids, whether each counts, its factor; and (B,) how many count in a bag, at least 1."""
+    ids = drawn.batch.indices[place].reshape(-1).long()
+    factors = drawn.batch.weights[place]
+    # nn.Embedding hands out the padding row like any other, but gives it no gradient.
+    keep = torch.ones_like(ids, dtype=torch.bool) if feature.padding_idx is None else ids != feature.padding_idx
+    factor = torch.ones(len(ids), dtype=torch.float64) if factors is None else factors.detach().reshape(-1).double()
+    bags = len(drawn.grads[feature.name])
+    count = torch.zeros(bags, dtype=torch.float64).index_add(0, drawn.bag_of[place][keep], torch.ones(int(keep.sum()), dtype=torch.float64))
+    return ids, keep, factor, count.clamp(min=1)
+
+
+def exact_run(structure: Structure, sketches: Mapping[str, Sketch], rules: Mapping[str, Rule], seed: int,
+              rounds: Sequence[int]) -> tuple[dict[str, Tensor], list[list[Drawn]]]:
+    """Initial weights, and for each round (a step) its batches, so many that every sum in all of it is exact.
+
+    `rounds` holds the number of backwards before each step. Bags shrink until the sums fit.
+    """
+    bags = MAX_BAGS
+    while True:
+        generator = torch.Generator().manual_seed(seed)
+        weights = draw_weights(structure, generator)
+        # A batch of another size each time: nothing may depend on the batch size.
+        drawn = [[draw(structure, sketches, max(3, bags - 7 * i), generator) for _ in range(n)] for i, n in enumerate(rounds)]
+        oracle = Oracle.start(structure, rules, weights)
+        for batches in drawn:
+            for batch in batches:
+                oracle.lookup(batch)
+                oracle.backward(batch)
+            oracle.step()
+            reset(oracle, weights)
+        if oracle.largest < EXACT:
+            return weights, drawn
+        if bags <= 3:
+            raise AssertionError(f"3 bags still sum to {oracle.largest:.3g} units")
+        bags //= 2
+
+
+def reset(oracle: Oracle, weights: Mapping[str, Tensor]) -> None:
+    """Give tables whose rule rounds (a square root, a division) their integers back, so that the next lookup is exact again."""
+    for name, rule in oracle.rules.items():
+        if rule.formula != "sgd":
+            oracle.weights[name] = weights[name].double()

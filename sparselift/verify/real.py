@@ -1,0 +1,253 @@
+"""The part of the certificate on real values: one real step, native and planned, against the formulas in float64 with a derived bound.
+
+The whole model runs, dense part included. What torch's own step saw is recorded (ids, outputs, the gradients that arrived at them); from
+it float64 computes what every touched row must become, and rounding theory how far float32 may be from that.
+Letters: B bags, K ids, U touched rows, D columns. u is half a unit in the last place, 2**-24.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparselift.apply import Applied
+from sparselift.errors import EquivalenceError
+from sparselift.ir import Feature, Structure
+from sparselift.kernels.base import UpdateRule
+from sparselift.optim import fused_rule, update_rule
+from sparselift.preserve import preserve
+from sparselift.schedule import Schedule
+from sparselift.workload import Workload
+
+U = 2.0 ** -24
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """One recorded call of an embedding module."""
+
+    ids: Tensor                    # (K,)
+    bag_of: Tensor                 # (K,)
+    factors: Tensor                # (K,) float64
+    output: Tensor                 # (B, D); (K, D) without pooling
+    grad: Tensor | None = None     # what arrived at the output
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one real step did."""
+
+    loss: Tensor
+    lookups: dict[str, _Lookup]
+    before: dict[str, Tensor] = field(default_factory=dict)       # by table: the touched rows (U, D)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)         # Adagrad's, before the step
+    dense: dict[str, Tensor] = field(default_factory=dict)        # other parameters after the step
+
+
+def check_real(structure: Structure, schedule: Schedule, equivalence: str, work: Workload, batch: Any, backend: str) -> dict[str, float]:
+    """Compare one real step. Returns the share of its bound that the worst value used, by kind; 0.0 means equal bits.
+
+    Raises EquivalenceError with the first value outside its bound; for a bitwise plan, with the first differing bit.
+    """
+    native, rows, rules = _run(structure, work, batch, None)
+    planned, _, _ = _run(structure, work, batch, Applied(structure, schedule, work.model, backend))
+    worst = {"outputs": 0.0, "updates": 0.0}
+    for feature in structure.features:
+        if feature.name in native.lookups:
+            worst["outputs"] = max(worst["outputs"], _check_output(feature, native, planned, rows))
+    # With equal outputs the dense part sees the same numbers, so that torch's recorded gradients are the plan's as well.
+    comparable = worst["outputs"] == 0.0 and work.train_step is None
+    for table in structure.tables:
+        if equivalence == "bitwise":
+            _require_equal(f"rows of {table.name} after the step", planned.after[table.name], native.after[table.name])
+        elif comparable and table.name in rules:
+            worst["updates"] = max(worst["updates"], _check_update(structure, table.name, rules[table.name], native, planned, rows))
+        else:
+            _require_close(f"rows of {table.name} after the step", planned.after[table.name], native.after[table.name])
+    for name, value in native.dense.items():
+        if equivalence == "bitwise" or comparable:
+            _require_equal(f"parameter {name} after the step", planned.dense[name], value)
+        else:
+            _require_close(f"parameter {name} after the step", planned.dense[name], value)
+    return worst
+
+
+def _run(structure: Structure, work: Workload, batch: Any,
+         applied: Applied | None) -> tuple[_Step, dict[str, Tensor], dict[str, UpdateRule]]:
+    model, optimizers = work.model, work.optimizers
+    with preserve(work, [batch]) as kept:
+        rows = {table.name: kept.touched_rows.get(table.name, torch.arange(table.rows)) for table in structure.tables}
+        weights = {name: model.get_parameter(name) for name in rows}
+        before = {name: weight.detach()[rows[name]] for name, weight in weights.items()}
+        rules, sums = _rules(structure, weights, rows, optimizers)
+        if applied is not None:
+            applied.attach(model, optimizers)
+        try:
+            with _Recorder(structure, model) as recorder:
+                loss = work.train(model, work.optimizer, batch)
+            after = {name: weight.detach()[rows[name]] for name, weight in weights.items()}
+            dense = {name: p.detach().clone() for name, p in model.named_parameters() if name not in rows}
+        finally:
+            if applied is not None:
+                applied.detach(model)
+    return _Step(loss, recorder.lookups, before, after, sums, dense), rows, rules
+
+
+def _rules(structure: Structure, weights: Mapping[str, Tensor], rows: Mapping[str, Tensor],
+           optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, UpdateRule], dict[str, Tensor]]:
+    rules, sums = {}, {}
+    for table in structure.tables:
+        if table.optimizer is None:
+            continue
+        optimizer, weight = optimizers[table.optimizer.index], weights[table.name]
+        group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
+        kind, _ = fused_rule(optimizer, group, table.sparse)
+        if kind is not None:
+            state = optimizer.state.get(weight, {}) if kind != "sgd" else {}
+            rules[table.name] = update_rule(kind, group, state)
+            if kind != "sgd":
+                sums[table.name] = state["sum"][rows[table.name]].double()
+    return rules, sums
+
+
+class _Recorder:
+    """Forward hooks that note every call of a lifted module."""
+
+    def __init__(self, structure: Structure, model: nn.Module) -> None:
+        self.lookups: dict[str, _Lookup] = {}
+        self._features = {(f.module, f.call): f for f in structure.features}
+        self._modules = {f.module: model.get_submodule(f.module) for f in structure.features}
+        self._calls: Counter[str] = Counter()
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Recorder:
+        for name, module in self._modules.items():
+            self._hooks.append(module.register_forward_hook(lambda m, a, k, out, name=name: self._note(name, a, k, out), with_kwargs=True))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, module: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        feature = self._features.get((module, self._calls[module]))
+        self._calls[module] += 1
+        if feature is None:
+            return
+        given = dict(zip(("input", "offsets", "per_sample_weights"), args), **kwargs)
+        ids = given["input"].detach().reshape(-1).long().clone()
+        factors = given.get("per_sample_weights")
+        lookup = _Lookup(ids, _bags(feature, given["input"], given.get("offsets")),
+                         torch.ones(len(ids), dtype=torch.float64) if factors is None else factors.detach().reshape(-1).double(),
+                         output.detach().reshape(-1, output.shape[-1]).clone())
+        self.lookups[feature.name] = lookup
+        if output.requires_grad:
+            output.register_hook(lambda grad: setattr(lookup, "grad", grad.detach().reshape(lookup.output.shape).double()))
+
+
+def _bags(feature: Feature, ids: Tensor, offsets: Tensor | None) -> Tensor:
+    if feature.form == "ids":
+        return torch.arange(ids.numel())
+    if offsets is None:
+        return torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
+    starts = (offsets[:-1] if feature.include_last_offset else offsets).long()
+    return torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
+
+
+def _counts(feature: Feature, lookup: _Lookup) -> tuple[Tensor, Tensor]:
+    """(K,) whether each id counts, and (B,) how many do in a bag, at least 1."""
+    keep = torch.ones_like(lookup.ids, dtype=torch.bool) if feature.padding_idx is None else lookup.ids != feature.padding_idx
+    return keep, torch.bincount(lookup.bag_of[keep], minlength=len(lookup.output)).double().clamp(min=1)
+
+
+def _check_output(feature: Feature, native: _Step, planned: _Step, rows: Mapping[str, Tensor]) -> float:
+    """An L-term float32 sum of rounded products is within (L + 2) u of the sum of absolute terms."""
+    if feature.name not in planned.lookups:
+        raise EquivalenceError(f"lookup {feature.name} ran natively and not when planned")
+    lookup, got = native.lookups[feature.name], planned.lookups[feature.name].output
+    keep, count = _counts(feature, lookup)
+    if feature.pooling == "none":
+        keep = torch.ones_like(keep)
+    place = torch.searchsorted(rows[feature.table], lookup.ids)
+    terms = (native.before[feature.table].double()[place] * lookup.factors[:, None])[keep]
+    share = 1 / count[:, None] if feature.pooling == "mean" else torch.ones(1, 1, dtype=torch.float64)
+    zeros = torch.zeros(lookup.output.shape, dtype=torch.float64)
+    want = zeros.index_add(0, lookup.bag_of[keep], terms) * share
+    bound = zeros.index_add(0, lookup.bag_of[keep], terms.abs()) * share * (count[:, None] + 2) * U
+    share_used = _share(f"output of {feature.name}", got, want, bound)
+    return 0.0 if torch.equal(got, lookup.output) else max(share_used, 1e-9)
+
+
+def _check_update(structure: Structure, table: str, rule: UpdateRule, native: _Step, planned: _Step, rows: Mapping[str, Tensor]) -> float:
+    before = native.before[table].double()
+    grad, absolute = torch.zeros_like(before), torch.zeros_like(before)
+    terms = torch.zeros(len(before), 1, dtype=torch.float64)
+    for feature in structure.features_of(table):
+        lookup = native.lookups.get(feature.name)
+        if lookup is None or lookup.grad is None:
+            continue
+        keep, count = _counts(feature, lookup)
+        place = torch.searchsorted(rows[table], lookup.ids[keep])
+        each = lookup.grad[lookup.bag_of[keep]] * lookup.factors[keep, None]
+        each = each / count[lookup.bag_of[keep], None] if feature.pooling == "mean" else each
+        grad.index_add_(0, place, each)
+        absolute.index_add_(0, place, each.abs())
+        terms.index_add_(0, place, torch.ones(len(place), 1, dtype=torch.float64))
+    touched = terms > 0
+    grad = -grad if rule.maximize else grad
+    grad = torch.where(touched, grad + rule.weight_decay * before, 0.0)
+    error = (terms + 4) * U * (absolute + rule.weight_decay * before.abs())   # of a row's summed gradient
+    if rule.kind == "sgd":
+        update, slack = rule.lr * grad, rule.lr * error + terms * U * (before.abs() + rule.lr * absolute)
+    else:
+        update, slack = _adagrad(rule, grad, error, native.sums[table])
+    want = torch.where(touched, before - update, before)
+    bound = torch.where(touched, slack + 8 * U * update.abs() + 2 * U * torch.maximum(before.abs(), want.abs()), 0.0)
+    return _share(f"rows of {table} after the step", planned.after[table], want, bound)
+
+
+def _adagrad(rule: UpdateRule, grad: Tensor, error: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The update, and how far an error of the gradient moves it: once directly, once through the root of the sum of squares."""
+    if rule.kind == "adagrad":
+        root, spread = (sums + grad.square()).sqrt(), error
+    else:
+        root = (sums + grad.square().mean(1)).sqrt()[:, None]
+        spread = error.amax(1, keepdim=True) * grad.shape[1] ** 0.5
+    scale = rule.lr / (root + rule.eps).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(grad == 0, 0.0, scale * grad), 2 * scale * (error + spread)
+
+
+def _share(what: str, got: Tensor, want: Tensor, bound: Tensor) -> float:
+    """The largest share of its bound that a value uses. Raises EquivalenceError above 1."""
+    difference = (got.double() - want).abs()
+    # A bound below the smallest normal number cannot be held to: float32 underflows there.
+    share = difference / (bound + torch.finfo(torch.float32).tiny)
+    if not share.numel():
+        return 0.0
+    worst = float(share.nan_to_num(nan=float("inf")).max())
+    if worst > 1:
+        place = tuple(int(i) for i in torch.unravel_index(share.nan_to_num(nan=float("inf")).argmax(), share.shape))
+        raise EquivalenceError(f"{what}: at {list(place)} planned has {got[place].item():.9g}, float64 {want[place].item():.9g}: "
+                               f"{worst:.3g} times the rounding bound")
+    return worst
+
+
+def _require_equal(what: str, got: Tensor, want: Tensor) -> None:
+    if not torch.equal(got, want):
+        difference = (got.double() - want.double()).abs()
+        count = int((difference > 0).sum())
+        raise EquivalenceError(f"{what}: {count} of {want.numel()} values differ from native's bits, by up to {difference.max():.3g}")
+
+
+def _require_close(what: str, got: Tensor, want: Tensor) -> None:
+    """Where no bound can be derived (the dense part saw other roundings, or the loop clips): equal to 1e-3 of the largest value."""
+    limit = 1e-3 * float(want.abs().max()) if want.numel() else 0.0
+    difference = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
+    if not difference <= limit:
+        raise EquivalenceError(f"{what}: differs from native by {difference:.3g}; at most {limit:.3g} is rounding")

@@ -1,0 +1,288 @@
+"""The certificate: it holds for every schedule that is right, and fails for faults planted in kernels and in the executor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparselift.errors import EquivalenceError
+from sparselift.ir import Structure
+from sparselift.kernels import get_backend
+from sparselift.kernels.base import BagProgram
+from sparselift.optim import RowWiseAdagrad
+from sparselift.runtime import groups
+from sparselift.stats import Sketch
+from sparselift.verify import Certifier
+from sparselift.verify.exact import check_exact
+from sparselift.verify.integers import EXACT, Oracle, exact_run
+from sparselift.verify.real import check_real
+from sparselift.verify.twin import table_rules, twin_structure
+from sparselift.workload import Workload
+from tests.unit.runtime_models import Bags, bags_structure, batch, schedule
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.03),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.03, lr_decay=0.1),
+    "rowwise": lambda p: RowWiseAdagrad([q for q in p if q.dim() == 2], lr=0.03, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9),
+}
+
+
+def prepared(optimizer: str = "sgd", **kind: Any) -> tuple[Bags, torch.optim.Optimizer, Structure]:
+    model = Bags(**kind)
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    return model, opt, bags_structure(model, [opt], weighted=kind.get("mode", "sum") == "sum" and kind.get("sparse", True))
+
+
+def exact(optimizer: str, backend: str, plan: dict[str, Any], **kind: Any) -> dict[str, int]:
+    model, opt, structure = prepared(optimizer, **kind)
+    rules = table_rules(structure, {t.name: model.get_parameter(t.name) for t in structure.tables}, [opt])
+    return check_exact(structure, schedule(structure, **plan), {}, rules, backend, seed=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("plan", [{}, {"concat": False}, {"concat": False, "prelude": False}, {"update": "native"}],
+                         ids=["concat", "group", "alone", "torchs-update"])
+def test_right_schedules_are_certified(backend: str, optimizer: str, mode: str, plan: dict[str, Any]) -> None:
+    for sparse in (True, False):
+        if optimizer == "rowwise" and not sparse:
+            continue                    # weight decay moves every row of a dense gradient: no fused rule
+        counts = exact(optimizer, backend, plan, mode=mode, sparse=sparse, padding_idx=2)
+        assert counts["output"] > 0 and counts["gradient"] > 0 and counts["weights"] > 0
+        assert ("optimizer sums" in counts) == (optimizer in ("adagrad", "rowwise"))
+
+
+class Faulty(BagProgram):
+    """A program that runs another one, wrongly."""
+
+    def __init__(self, inner: BagProgram) -> None:
+        self.inner, self.tables, self.features = inner, inner.tables, inner.features
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def prepare(self, indices: Any, offsets: Any, weights: Any = None) -> Any:
+        return self.inner.prepare(indices, offsets, weights)
+
+    def forward(self, tables: Any, batch: Any, out: Any) -> None:
+        self.inner.forward(tables, batch, out)
+
+    def weight_grad(self, tables: Any, batch: Any, feature: int, grad: Tensor) -> Tensor:
+        return self.inner.weight_grad(tables, batch, feature, grad)
+
+    def update(self, tables: Any, states: Any, rules: Any, segments: Any) -> None:
+        self.inner.update(tables, states, rules, segments)
+
+    def coalesced_grad(self, table: int, segments: Any) -> tuple[Tensor, Tensor]:
+        return self.inner.coalesced_grad(table, segments)
+
+    def expanded_grad(self, table: int, segments: Any) -> tuple[Tensor, Tensor]:
+        return self.inner.expanded_grad(table, segments)
+
+
+class WrongOffset(Faulty):
+    """One bag of one feature starts an id late."""
+
+    def prepare(self, indices: Any, offsets: Any, weights: Any = None) -> Any:
+        offsets = list(offsets)
+        starts = offsets[0].clone()
+        starts[2] += 1
+        offsets[0] = starts
+        return self.inner.prepare(indices, offsets, weights)
+
+
+class DroppedRowInForward(Faulty):
+    """The last id of the last feature is not looked up: the row counts as another one."""
+
+    def prepare(self, indices: Any, offsets: Any, weights: Any = None) -> Any:
+        indices = list(indices)
+        ids = indices[-1].clone()
+        ids[-1] = 0
+        indices[-1] = ids
+        return self.inner.prepare(indices, offsets, weights)
+
+
+class DroppedRowInUpdate(Faulty):
+    """One touched row of the first table keeps its value."""
+
+    def update(self, tables: Sequence[Tensor], states: Any, rules: Any, segments: Any) -> None:
+        row = int(self.inner.coalesced_grad(0, segments)[0][0])
+        kept = tables[0][row].clone()
+        self.inner.update(tables, states, rules, segments)
+        tables[0].data[row] = kept
+
+
+class MissingMeanDivideInForward(Faulty):
+    """The first feature is summed."""
+
+    def forward(self, tables: Any, batch: Any, out: Any) -> None:
+        self.inner.forward(tables, batch, out)
+        view = out[:, self.features[0].column:self.features[0].column + self.tables[0].dim] if isinstance(out, Tensor) else out[0]
+        view *= batch.offsets(0).diff().clamp(min=1)[:, None]
+
+
+class MissingMeanDivideInUpdate(Faulty):
+    """The gradient of the first table is not divided by its bags' lengths."""
+
+    def update(self, tables: Any, states: Any, rules: Any, segments: Any) -> None:
+        self.inner.update(tables, states, rules, segments)
+        if rules[0] is not None:
+            rows, values = self.inner.coalesced_grad(0, segments)
+            tables[0].data[rows] -= rules[0].lr * values
+
+
+class SwappedTables(Faulty):
+    """Two tables of equal shape change places."""
+
+    def forward(self, tables: Any, batch: Any, out: Any) -> None:
+        self.inner.forward([tables[1], tables[0], *tables[2:]], batch, out)
+
+
+class StaleSegment(Faulty):
+    """Of two accumulated backwards, only the last reaches the update."""
+
+    def update(self, tables: Any, states: Any, rules: Any, segments: Any) -> None:
+        self.inner.update(tables, states, rules, segments[-1:])
+
+
+FAULTS = [WrongOffset, DroppedRowInForward, DroppedRowInUpdate, MissingMeanDivideInForward, MissingMeanDivideInUpdate, SwappedTables,
+          StaleSegment]
+
+
+class EqualBags(Bags):
+    """All tables of one shape, so that nothing but the values can tell them apart."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(mode=mode)
+        self.emb = nn.ModuleList(nn.EmbeddingBag(40, 8, mode=mode, sparse=True) for _ in range(3))
+
+
+def check_equal_bags(mode: str, backend: str) -> None:
+    model = EqualBags(mode)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    structure = bags_structure(model, [opt])
+    rules = table_rules(structure, {t.name: model.get_parameter(t.name) for t in structure.tables}, [opt])
+    sketch = Sketch(rows=40, batches=1, bags=8, lookups=16, unique=8, max_length=4, lengths=((1, 2), (2, 4), (4, 2)))
+    check_exact(structure, schedule(structure), {f.name: sketch for f in structure.features}, rules, backend, seed=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_kernel_faults_fail(monkeypatch: pytest.MonkeyPatch, fault: type[Faulty], backend: str) -> None:
+    mode = "mean" if "Mean" in fault.__name__ else "sum"
+    check_equal_bags(mode, backend)
+
+    class Backend:
+        def compile(self, tables: Any, features: Any) -> BagProgram:
+            return fault(get_backend(backend).compile(tables, features))
+
+    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
+    with pytest.raises(EquivalenceError):
+        check_equal_bags(mode, backend)
+
+
+def test_planted_executor_faults_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = groups.LookupCall.hand_out
+    monkeypatch.setattr(groups.LookupCall, "hand_out", lambda self, outputs: original(self, outputs)[::-1])
+    with pytest.raises(EquivalenceError, match="output"):
+        check_equal_bags("sum", "reference")
+    monkeypatch.undo()
+
+    accumulate = groups.LookupCall.accumulate
+
+    def rolled(self: groups.LookupCall, grads: Sequence[Any]) -> Any:
+        return accumulate(self, [None if g is None else g.roll(1, 0) for g in grads])
+
+    monkeypatch.setattr(groups.LookupCall, "accumulate", rolled)
+    with pytest.raises(EquivalenceError, match="gradient"):
+        check_equal_bags("sum", "reference")
+
+
+def test_message_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend:
+        def compile(self, tables: Any, features: Any) -> BagProgram:
+            return DroppedRowInUpdate(get_backend("reference").compile(tables, features))
+
+    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
+    with pytest.raises(EquivalenceError, match=r"step 1: weights emb\.0\.weight differs in \d+ of \d+ values: at \[\d+, \d+\] planned has"):
+        check_equal_bags("sum", "reference")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_sums_of_drawn_integers_are_exact(optimizer: str) -> None:
+    model, opt, structure = prepared(optimizer)
+    rules = table_rules(structure, {t.name: model.get_parameter(t.name) for t in structure.tables}, [opt])
+    twin = twin_structure(structure)
+    weights, rounds = exact_run(twin, {}, rules, 3, (1, 2, 1))
+    oracle = Oracle.start(twin, rules, weights)
+    for drawn in (each for batches in rounds for each in batches):
+        for value in oracle.lookup(drawn).values():
+            assert torch.equal(value, value.float().double())
+        oracle.backward(drawn)
+    assert 0 < oracle.largest < EXACT
+
+
+def workload(optimizer: str) -> Workload:
+    model, opt, _ = prepared(optimizer)
+    return Workload("bags", model, opt, lambda m, b: m(*b).pow(2).mean(), [batch(seed) for seed in range(3)])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_real_values_and_nothing_left_behind(backend: str, optimizer: str) -> None:
+    work = workload(optimizer)
+    structure = bags_structure(work.model, work.optimizers)
+    before = copy.deepcopy((work.model.state_dict(), work.optimizers[0].state_dict(), torch.get_rng_state()))
+    certificate = Certifier(work, structure, {}, backend).certify(schedule(structure), "reassociated")
+    assert certificate.real["outputs"] == 0.0 and 0 <= certificate.real["updates"] <= 1
+    after = (work.model.state_dict(), work.optimizers[0].state_dict(), torch.get_rng_state())
+    assert str(before) == str(after) and all(torch.equal(before[0][k], v) for k, v in after[0].items())
+    assert "forward" not in work.model.emb[0].__dict__ and work.model.emb[0].weight.grad is None
+
+
+def test_a_plan_that_calls_itself_bitwise_is_held_to_the_bits() -> None:
+    work = workload("sgd")
+    work = replace(work, batches=[batch(0, bags=400)])        # so many duplicates that summing first must round differently
+    structure = bags_structure(work.model, work.optimizers)
+    certifier = Certifier(work, structure, {}, "reference")
+    with pytest.raises(EquivalenceError, match="native's bits"):
+        certifier.certify(schedule(structure), "bitwise")
+
+
+def test_real_values_outside_the_bound_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nudged(Faulty):
+        def update(self, tables: Any, states: Any, rules: Any, segments: Any) -> None:
+            self.inner.update(tables, states, rules, segments)
+            row = int(self.inner.coalesced_grad(1, segments)[0][0])
+            tables[1].data[row] *= 1 + 2.0 ** -20
+
+    work = workload("sgd")
+    structure = bags_structure(work.model, work.optimizers)
+    check_real(structure, schedule(structure), "reassociated", work, batch(0), "reference")
+
+    class Backend:
+        def compile(self, tables: Any, features: Any) -> BagProgram:
+            return Nudged(get_backend("reference").compile(tables, features))
+
+    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
+    with pytest.raises(EquivalenceError, match="rounding bound"):
+        check_real(structure, schedule(structure), "reassociated", work, batch(0), "reference")
+
+
+def test_configs_that_differ_in_hints_share_a_certificate() -> None:
+    work = workload("sgd")
+    structure = bags_structure(work.model, work.optimizers)
+    certifier = Certifier(work, structure, {}, "reference")
+    first, second = schedule(structure), schedule(structure)
+    assert second.tables is not None
+    second = replace(second, tables={name: replace(knobs, prefetch=32, huge_pages=True) for name, knobs in second.tables.items()})
+    assert certifier.certify(first, "reassociated") is certifier.certify(second, "reassociated")
+    assert certifier.certify(schedule(structure, concat=False), "reassociated") is not certifier.certify(first, "reassociated")
