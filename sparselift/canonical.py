@@ -29,7 +29,7 @@ def rounded(value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, Mapping):
-        return {key: rounded(item) for key, item in sorted((_key(key), item) for key, item in value.items())}
+        return {key: rounded(value[key]) for key in sorted(map(_key, value))}
     if isinstance(value, (list, tuple)):
         return [rounded(item) for item in value]
     raise TypeError(f"JSON cannot hold a {type(value).__name__}: {value!r}")
@@ -142,8 +142,8 @@ def _decode_union(kind: Any, parts: tuple[Any, ...], document: Any, where: str) 
     if document is None and types.NoneType in parts:
         return None
     parts = tuple(part for part in parts if part is not types.NoneType)
-    if len(parts) == 1:
-        return decode(parts[0], document, where)
+    if len(parts) == 1 and (is_dataclass(parts[0]) or get_origin(parts[0])):
+        return decode(parts[0], document, where)                               # so that the message names a field inside
     for part in parts:
         with suppress(ValueError):
             return decode(part, document, where)

@@ -136,7 +136,7 @@ def _drift(saved: Mapping[str, Sketch], current: Mapping[str, Sketch]) -> Iterat
 
 def _hardware_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:
     for field, here, there in _mapping_differences("hardware", saved, current):
-        yield Difference(field, here, there, "note" if "version" in field else "re-check")
+        yield Difference(field, here, there, "note" if field.endswith("_version") else "re-check")
 
 
 def _mapping_differences(where: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

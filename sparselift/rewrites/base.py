@@ -23,7 +23,10 @@ SCOPES = ("policy", "class")
 
 def weakest(classes: Iterable[str]) -> str:
     """The class of several rewrites together; "bitwise" for none. Raises ValueError for an unknown class."""
-    return EQUIVALENCES[max((EQUIVALENCES.index(name) for name in classes), default=0)]
+    found = list(classes)
+    if unknown := sorted(set(found) - set(EQUIVALENCES)):
+        raise ValueError(f"equivalence classes are {list(EQUIVALENCES)}; got {unknown}")
+    return EQUIVALENCES[max(map(EQUIVALENCES.index, found), default=0)]
 
 
 def same(a: object, b: object) -> bool:

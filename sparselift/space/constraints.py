@@ -8,7 +8,7 @@ from typing import Any
 
 from sparselift import canonical
 from sparselift.ir import Structure
-from sparselift.rewrites import CATALOG, EQUIVALENCES, Rewrite, Site, Value, same
+from sparselift.rewrites import CATALOG, EQUIVALENCES, Knob, Rewrite, Site, Value, same
 from sparselift.space.config import PATHS, POLICY, Config, knob_catalog, lookup_equivalence, rewrites_at
 
 
@@ -22,7 +22,8 @@ class Constraints:
     equivalence    weakest class of rounding admitted: "bitwise", "reassociated", "lossy" or "stale"
     allow          names of rewrites: if there are any, no other is used
     deny           names of rewrites that are not used
-    pin            values of knobs: {"prefetch": 8} in every size class, {"prefetch@d16-sum-to2M-few-dup": 16} in one; "path" too
+    pin            values of knobs: {"prefetch@d16-sum-to2M-few-dup": 16} in one size class, {"prefetch": 8} in all where it is legal;
+                   policy knobs and "path" too
     lossy_consent  names of rewrites that may change results by their stated bound
 
     Raises
@@ -55,9 +56,18 @@ class Constraints:
     def __hash__(self) -> int:
         return hash((self.memory_bytes, self.equivalence, self.allow, self.deny, tuple(self.pin.items()), self.lossy_consent))
 
-    def pinned(self, knob: str, site: str) -> Value | None:
-        """The value that a knob must have at a site, or None. A pin of one class beats a pin of all."""
-        return self.pin.get(f"{knob}@{site}", self.pin.get(knob))
+    def pinned(self, structure: Structure, rewrite: Rewrite, knob: Knob, site: Site) -> Value | None:
+        """The value that a knob must have at a site, or None.
+
+        A pin of one class holds whatever comes; a pin of all leaves out classes where no legal setting has that value.
+        """
+        exact = self.pin.get(f"{knob.name}@{site.name}")
+        if exact is not None or knob.name not in self.pin:
+            return exact
+        value = self.pin[knob.name]
+        legal = rewrite.scope == POLICY or any(same(setting[knob.name], value) and rewrite.legal(structure, site, setting) is None
+                                               for setting in rewrite.combinations())
+        return value if legal else None
 
     def admits(self, equivalence: str) -> bool:
         """Whether a class of rounding is within the demanded one."""
@@ -66,7 +76,7 @@ class Constraints:
     def objection(self, structure: Structure, rewrite: Rewrite, site: Site, knobs: Mapping[str, Value]) -> str | None:
         """Which constraint these choices of a rewrite break at a site, or None. `knobs` holds all of the rewrite's own."""
         for knob in rewrite.knobs:
-            pinned = self.pinned(knob.name, site.name)
+            pinned = self.pinned(structure, rewrite, knob, site)
             if pinned is not None and not same(pinned, knobs[knob.name]):
                 return f"{knob.name} is pinned to {pinned!r}"
         if rewrite.applied(knobs) and rewrite.name in self.deny:
@@ -112,7 +122,8 @@ def settings(structure: Structure, constraints: Constraints, site: Site,
     rejected: list[Rejection] = []
     for setting in rewrite.combinations():
         illegal = rewrite.legal(structure, site, setting)
-        reason = illegal or _pinned_away(constraints, site, setting) or constraints.objection(structure, rewrite, site, setting)
+        reason = (illegal or _pinned_away(structure, constraints, site, setting)
+                  or constraints.objection(structure, rewrite, site, setting))
         if reason is None:
             kept.append(setting)
         else:
@@ -136,10 +147,10 @@ def constraint_problems(structure: Structure, config: Config, constraints: Const
     return tuple(found)
 
 
-def _pinned_away(constraints: Constraints, site: Site, setting: Mapping[str, Value]) -> str | None:
+def _pinned_away(structure: Structure, constraints: Constraints, site: Site, setting: Mapping[str, Value]) -> str | None:
     """A pinned knob that has an effect only beside some values of another knob pins that one to them."""
-    for other in (knob for each in rewrites_at(site) for knob in each.knobs):
-        pinned = constraints.pinned(other.name, site.name)
+    for rewrite, other in ((each, knob) for each in rewrites_at(site) for knob in each.knobs if knob.requires):
+        pinned = constraints.pinned(structure, rewrite, other, site)
         if pinned is None or same(pinned, other.off):
             continue
         for name, values in other.requires:

@@ -10,7 +10,16 @@ from sparselift.errors import InfeasibleError
 from sparselift.ir import Graph
 from sparselift.rewrites import Knob, Rewrite, Site, Value, same
 from sparselift.space.classes import size_classes
-from sparselift.space.config import POLICY, ClassConfig, Config, config_problems, lookup_equivalence, memory_bytes, rewrites_at
+from sparselift.space.config import (
+    POLICY,
+    ClassConfig,
+    Config,
+    config_problems,
+    knob_catalog,
+    lookup_equivalence,
+    memory_bytes,
+    rewrites_at,
+)
 from sparselift.space.constraints import Constraints, Rejection, constraint_problems, settings
 
 
@@ -137,19 +146,31 @@ class SearchSpace:
 
     def _check_pins(self) -> None:
         known = [each.name for each in self.classes]
-        for key in self.constraints.pin:
-            site = key.partition("@")[2]
+        for key, value in self.constraints.pin.items():
+            name, _, site = key.partition("@")
             if site and site not in known:
                 raise ValueError(f"pin {key}: there is no size class {site!r}; there are {known}")
+            if not site and name != "path" and self._may_plan:
+                self._check_applies(name, value)
+
+    def _check_applies(self, name: str, value: Value) -> None:
+        """A pin of all classes has to be legal in one."""
+        rewrite, knob = knob_catalog()[name]
+        sites = [site for site in self._sites if rewrite in rewrites_at(site)]
+        if not any(self.constraints.pinned(self.graph.structure, rewrite, knob, site) is not None for site in sites):
+            settings_with = [setting for setting in rewrite.combinations() if same(setting[name], value)]
+            reasons = dict.fromkeys(f"{site.name}: {rewrite.legal(self.graph.structure, site, settings_with[0])}" for site in sites)
+            raise InfeasibleError(f"the pin {name}={value!r} is legal in no size class: {'; '.join(reasons)}; take it away")
 
     def _settings_of(self, site: Site, rewrite: Rewrite) -> tuple[dict[str, Value], ...]:
         """Feasible settings. Raises InfeasibleError where pins leave none."""
         kept, rejected = settings(self.graph.structure, self.constraints, site, rewrite)
         self.rejections += rejected
         pins = [f"{knob.name}={pinned!r}" for knob in rewrite.knobs
-                if (pinned := self.constraints.pinned(knob.name, site.name)) is not None]
+                if (pinned := self.constraints.pinned(self.graph.structure, rewrite, knob, site)) is not None]
         if not kept and pins and self._may_plan:
-            why = "; ".join(dict.fromkeys(each.reason for each in rejected if "is pinned to" not in each.reason))
+            own = tuple(f"{knob.name} is pinned to" for knob in rewrite.knobs)
+            why = "; ".join(dict.fromkeys(each.reason for each in rejected if not each.reason.startswith(own)))
             raise InfeasibleError(f"the pin {', '.join(pins)} cannot be met at {site.name}"
                                   + (f": {why}" if why else "") + "; take it away there, or pin path to 'native'")
         return kept

@@ -43,7 +43,7 @@ def graph(tables: list[Table], features: list[Feature], concats: tuple[Concat, .
         width = sum(part if isinstance(part, int) else structure.table(structure.feature(part).table).dim for part in c.parts)
         nodes.append(Node(f"concat:{c.name}", "concat", "forward", tuple(f"lookup:{name}" for name in c.features), (), c.features,
                           Resources(read_bytes=4 * 64 * width, write_bytes=4 * 64 * width)))
-    nodes.append(Node("dense", "dense", "forward", (nodes[-1].name,), resources=Resources(flops=1000, time_s=1e-3)))
+    nodes.append(Node("dense", "dense", "forward", tuple(n.name for n in nodes[-1:]), resources=Resources(flops=1000, time_s=1e-3)))
     nodes.append(Node("dense_backward", "dense_backward", "backward", ("dense",), resources=Resources(flops=2000, time_s=2e-3)))
     for t in tables:
         k = sum(sketches[f.name].lookups_per_batch for f in structure.features_of(t.name))

@@ -1,0 +1,245 @@
+"""Legality, equivalence and resource changes of every rewrite, on graphs built by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparselift.ir import Concat, Graph, Node
+from sparselift.rewrites import CATALOG, EQUIVALENCES, Rewrite, Site, SizeClass, Value, catalog_table, same, weakest
+from sparselift.rewrites.base import SCOPES
+from tests.unit.example_graphs import ADAGRAD, SGD, SPARSE_ADAM, batch_sketch, feature, graph, small_graph, table
+
+NAMES = [rewrite.name for rewrite in CATALOG]
+
+
+def by_name(name: str) -> Rewrite:
+    return next(rewrite for rewrite in CATALOG if rewrite.name == name)
+
+
+def whole(g: Graph) -> Site:
+    """All tables as one class."""
+    return Site("all", (SizeClass("all", tuple(t.name for t in g.structure.tables)),))
+
+
+def split(g: Graph) -> Site:
+    """A class a table."""
+    return Site("policy", tuple(SizeClass(t.name, (t.name,)) for t in g.structure.tables))
+
+
+def legal(name: str, g: Graph, site: Site | None = None, **knobs: Value) -> str | None:
+    return by_name(name).legal(g.structure, site or whole(g), knobs)
+
+
+def node(g: Graph, name: str) -> Node:
+    return next(each for each in g.nodes if each.name == name)
+
+
+def test_catalog_is_well_formed() -> None:
+    knobs = [knob for rewrite in CATALOG for knob in rewrite.knobs]
+    assert len({knob.name for knob in knobs}) == len(knobs)
+    assert len(set(NAMES)) == len(NAMES)
+    for rewrite in CATALOG:
+        assert rewrite.scope in SCOPES and rewrite.summary and rewrite.equivalence_note
+    for knob in knobs:
+        assert len(knob.choices) > 1 and knob.holds(knob.off)
+        for required, values in knob.requires:
+            other = next(each for each in knobs if each.name == required)
+            assert knobs.index(other) < knobs.index(knob), "a knob comes after those it requires"
+            assert all(other.holds(value) for value in values)
+
+
+@pytest.mark.parametrize("rewrite", CATALOG, ids=NAMES)
+def test_off_is_legal_and_changes_nothing(rewrite: Rewrite) -> None:
+    for g in (small_graph(), small_graph(ADAGRAD, sparse=False), small_graph(None), small_graph(SPARSE_ADAM)):
+        off = {knob.name: knob.off for knob in rewrite.knobs}
+        assert not rewrite.applied(off)
+        assert rewrite.legal(g.structure, whole(g), off) is None
+        assert rewrite.transform(g, whole(g), off) == g
+
+
+@pytest.mark.parametrize("rewrite", CATALOG, ids=NAMES)
+def test_on_marks_the_nodes_that_it_changes(rewrite: Rewrite) -> None:
+    g = small_graph()
+    site = split(g) if rewrite.scope == "policy" else whole(g)
+    for setting in rewrite.combinations():
+        assert rewrite.equivalence(g.structure, site, setting) in EQUIVALENCES
+        if rewrite.legal(g.structure, site, {"group_by": "all", **setting}) is None and rewrite.applied(setting):
+            after = rewrite.transform(g, site, {"group_by": "all", **setting})
+            marked = {each.name for each in after.nodes if rewrite.name in each.rewrites}
+            assert marked
+            names = {each.name for each in after.nodes}
+            assert all(name in names for each in after.nodes for name in each.inputs), "no node reads one that went away"
+
+
+@pytest.mark.parametrize("rewrite", CATALOG, ids=NAMES)
+def test_preferences_are_choices(rewrite: Rewrite) -> None:
+    g = small_graph()
+    wish = rewrite.prefer(g, whole(g))
+    assert set(wish) == {knob.name for knob in rewrite.knobs}
+    assert all(knob.holds(wish[knob.name]) for knob in rewrite.knobs)
+
+
+def test_combinations_give_knobs_without_effect_their_off_value() -> None:
+    assert by_name("fuse_update").combinations() == (
+        {"update": "native", "coalesce": "chain"}, {"update": "fused", "coalesce": "chain"}, {"update": "fused", "coalesce": "none"})
+
+
+def test_weakest_and_same() -> None:
+    assert weakest([]) == "bitwise"
+    assert weakest(["bitwise", "lossy", "reassociated"]) == "lossy"
+    with pytest.raises(ValueError, match="exact"):
+        weakest(["exact"])
+    assert same(0, 0) and not same(0, False) and not same(1, True) and not same(1, 1.0)
+
+
+# group_tables and fuse_concat
+
+
+def test_grouping_needs_ids_from_the_root_forward() -> None:
+    g = graph([table("w", 10)], [feature("f", "w", from_inputs=False)])
+    assert "none can run before" in (legal("group_tables", g, group_by="all") or "")
+    assert legal("group_tables", small_graph(), group_by="all") is None
+
+
+def test_grouping_by_the_only_class_is_pointless() -> None:
+    g = small_graph()
+    assert "one size class" in (legal("group_tables", g, whole(g), group_by="class") or "")
+    assert legal("group_tables", g, split(g), group_by="class") is None
+
+
+def test_a_group_is_one_launch() -> None:
+    g = small_graph()
+    after = by_name("group_tables").transform(g, split(g), {"group_by": "all", "concat": False})
+    lookups = [each for each in after.nodes if each.op == "lookup"]
+    assert sum(each.resources.launches for each in lookups) == 1
+    assert [each.resources.traffic_bytes for each in lookups] == [each.resources.traffic_bytes for each in g.nodes if each.op == "lookup"]
+
+
+def test_concat_needs_one() -> None:
+    g = small_graph()
+    assert legal("fuse_concat", g, concat=True) is None
+    assert "no torch.cat" in (legal("fuse_concat", replace(g, structure=replace(g.structure, concats=())), concat=True) or "")
+    twice = replace(g, structure=replace(g.structure, concats=(Concat("cat", ("big", "big")),)))
+    assert "cat" in (legal("fuse_concat", twice, concat=True) or "")
+
+
+def test_concat_copies_what_is_no_lookup() -> None:
+    g = small_graph()
+    after = by_name("fuse_concat").transform(g, split(g), {"group_by": "all", "concat": True})
+    assert node(g, "concat:cat").resources.read_bytes == 64 * 4 * (8 + 16 + 16)
+    assert node(after, "concat:cat").resources.read_bytes == 64 * 4 * 8
+
+
+def test_a_concat_of_lookups_alone_goes_away() -> None:
+    g = graph([table("a", 10), table("b", 10)], [feature("a", "a"), feature("b", "b")], (Concat("cat", ("a", "b")),))
+    after = by_name("fuse_concat").transform(g, split(g), {"group_by": "all", "concat": True})
+    assert "concat:cat" not in {each.name for each in after.nodes}
+    assert node(after, "dense").inputs == ("lookup:a", "lookup:b")
+
+
+# fuse_update
+
+
+def test_fused_updates_need_a_rule() -> None:
+    assert legal("fuse_update", small_graph(SGD), update="fused", coalesce="chain") is None
+    assert legal("fuse_update", small_graph(ADAGRAD), update="fused", coalesce="chain") is None
+    assert "SparseAdam" in (legal("fuse_update", small_graph(SPARSE_ADAM), update="fused", coalesce="chain") or "")
+    assert "no optimizer" in (legal("fuse_update", small_graph(None), update="fused", coalesce="chain") or "")
+
+
+def test_uncoalesced_updates_are_for_sgd() -> None:
+    assert legal("fuse_update", small_graph(SGD), update="fused", coalesce="none") is None
+    assert "Adagrad needs the sum" in (legal("fuse_update", small_graph(ADAGRAD), update="fused", coalesce="none") or "")
+
+
+NATIVE = {"update": "native", "coalesce": "chain"}
+CHAIN = {"update": "fused", "coalesce": "chain"}
+NONE = {"update": "fused", "coalesce": "none"}
+
+
+@pytest.mark.parametrize(("g", "setting", "expected"), [
+    (small_graph(), NATIVE, "bitwise"),
+    (small_graph(), CHAIN, "reassociated"),
+    (small_graph(), NONE, "bitwise"),
+    (small_graph(sparse=False), NONE, "reassociated"),
+    (small_graph(sparse=False), NATIVE, "reassociated"),
+    (small_graph(uses=("accumulate", "scaler")), NONE, "bitwise"),
+    (small_graph(uses=("clip",)), NONE, "reassociated"),
+    (small_graph(uses=("clip",)), NATIVE, "reassociated"),
+    (graph([table("w", 10)], [feature("f", "w"), feature("f#1", "w", call=1)]), NONE, "reassociated"),
+    (graph([table("w", 10)], [feature("f", "w"), feature("f#1", "w", call=1)]), NATIVE, "reassociated"),
+])
+def test_update_equivalence(g: Graph, setting: dict[str, Value], expected: str) -> None:
+    assert by_name("fuse_update").equivalence(g.structure, whole(g), setting) == expected
+
+
+def test_a_fused_update_takes_the_place_of_expand_and_coalesce() -> None:
+    g = small_graph()
+    after = by_name("fuse_update").transform(g, whole(g), CHAIN)
+    assert not [each for each in after.nodes if each.op in ("expand", "coalesce")]
+    update = node(after, "update:big.weight")
+    assert update.inputs == ("dense_backward",)
+    k, u, d = 256, 256, 16                                                     # 64 bags of 4 ids, all different
+    assert update.resources.read_bytes == 4 * k + (4 * k + 4 * u) + 4 * k * d + 4 * u * d
+    assert update.resources.write_bytes == (4 * k + 4 * u) + 4 * u * d
+    assert update.resources.live_bytes == 64 * 4 * d + 4 * 2_000_000 + 4 * k
+
+
+def test_uncoalesced_updates_move_a_row_a_lookup_and_hold_no_heads() -> None:
+    g = graph([table("w", 1000)], [feature("f", "w")], sketches={"f": batch_sketch(1000, distinct=8)})
+    chain, none = (by_name("fuse_update").transform(g, whole(g), setting) for setting in (CHAIN, NONE))
+    assert node(none, "update:w").resources.write_bytes == 256 * 64
+    assert node(chain, "update:w").resources.write_bytes == 8 * 64 + 4 * 256 + 4 * 8
+    memory = [by_name("fuse_update").memory_bytes(g, whole(g), setting) for setting in (NATIVE, CHAIN, NONE)]
+    assert memory == [256 * (8 + 64), 64 * 64 + 4 * 1000 + 4 * 256, 64 * 64]
+
+
+def test_dense_gradients_are_as_large_as_the_table() -> None:
+    g = small_graph(sparse=False)
+    assert by_name("fuse_update").memory_bytes(g, whole(g), NATIVE) == sum(t.nbytes for t in g.structure.tables)
+
+
+# dedup, prefetch, partition, huge_pages
+
+
+def test_dedup_reads_each_distinct_row_once() -> None:
+    g = graph([table("w", 1000)], [feature("f", "w")], sketches={"f": batch_sketch(1000, distinct=8)})
+    after = by_name("dedup").transform(g, whole(g), {"dedup": True})
+    assert node(after, "lookup:f").resources.read_bytes == 16 * 256 + 2 * 8 * 64
+    assert by_name("dedup").memory_bytes(g, whole(g), {"dedup": True}) == 8 * 64 + 4 * 256
+
+
+@pytest.mark.parametrize(("pooling", "distinct", "expected"), [(20, 8, True), (20, 900, False), (5, 8, False)])
+def test_dedup_is_preferred_for_long_bags_of_few_rows(pooling: int, distinct: int, expected: bool) -> None:
+    sketches = {"f": batch_sketch(1000, pooling=pooling, distinct=distinct)}
+    g = graph([table("w", 1000)], [feature("f", "w")], sketches=sketches)
+    assert by_name("dedup").prefer(g, whole(g)) == {"dedup": expected}
+
+
+def test_huge_pages_are_for_large_tables() -> None:
+    g = small_graph()
+    assert legal("huge_pages", g, huge_pages="madvise") is None
+    small = Site("small", (SizeClass("small", ("bags.0.weight", "bags.1.weight")),))
+    assert "12,800 bytes" in (legal("huge_pages", g, small, huge_pages="madvise") or "")
+    after = by_name("huge_pages").transform(g, whole(g), {"huge_pages": "madvise"})
+    assert [each.name for each in after.nodes if each.rewrites] == ["lookup:big", "update:big.weight"]
+    assert by_name("huge_pages").memory_bytes(g, whole(g), {"huge_pages": "madvise"}) == 62 * 2**21 - 2_000_000 * 64
+
+
+def test_class_rewrites_leave_other_tables_alone() -> None:
+    g = small_graph()
+    site = Site("one", (SizeClass("one", ("bags.0.weight",)),))
+    for rewrite in CATALOG:
+        if rewrite.scope == "class":
+            on = {knob.name: next(choice for choice in knob.choices if not same(choice, knob.off)) for knob in rewrite.knobs}
+            after = rewrite.transform(g, site, on)
+            others = {each.name: each.resources for each in g.nodes if each.tables and "bags.0.weight" not in each.tables}
+            assert {each.name: each.resources for each in after.nodes if each.name in others} == others
+
+
+def test_the_page_shows_the_catalog() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewrites.md").read_text(encoding="utf-8")
+    assert catalog_table() in page
