@@ -1,11 +1,58 @@
-"""Packages of the distribution. Everything else that describes it is in pyproject.toml."""
+"""Packages and extension modules of the distribution. Everything else that describes it is in pyproject.toml.
 
-from setuptools import find_packages, setup
+SPARSELIFT_SANITIZE=1 builds the extensions under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""
+
+import os
+import platform
+from glob import glob
+
+from Cython.Build import cythonize
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+SANITIZE = bool(int(os.environ.get("SPARSELIFT_SANITIZE", "0")))
+# Roundings are part of what the kernels promise: no contraction of a product and a sum unless the source says fma.
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra",
+         "-Wno-maybe-uninitialized", "-Wno-uninitialized"]      # g++ 12 warns of its own AVX-512 header
+SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
+ISA_FLAGS = {"csrc/cpu/portable.cpp": []}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    ISA_FLAGS |= {
+        "csrc/cpu/avx2.cpp": ["-mavx2", "-mfma"],
+        "csrc/cpu/avx512.cpp": ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma"],
+    }
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
+GENERAL = ["csrc/api/status.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("forward", "pool", "prepare", "program", "threads", "update"))]
+KERNEL_SOURCES = {"sparselift.kernels._cpu": [*GENERAL, *ISA_FLAGS]}
+
+
+class BuildKernels(build_ext):
+    """Compiles each source with the flags of its instruction set."""
+
+    def build_extension(self, ext: Extension) -> None:
+        extra = SANITIZER_FLAGS if SANITIZE else []
+        objects = []
+        for source in KERNEL_SOURCES[ext.name]:
+            objects += self.compiler.compile([source], output_dir=self.build_temp, include_dirs=["csrc"],
+                                             extra_postargs=FLAGS + extra + ISA_FLAGS.get(source, []))
+        ext.extra_objects = objects
+        ext.extra_link_args = ["-lstdc++", "-ldl", "-lpthread", *extra]
+        ext.extra_compile_args = ["-O2", "-Wno-unused-function", *extra]
+        super().build_extension(ext)
+
+
+def extension(name: str) -> Extension:
+    declarations = [*glob("sparselift/*.pxd"), *glob("sparselift/kernels/*.pxd")]
+    return Extension(name, [f"{name.replace('.', '/')}.pyx"], include_dirs=["csrc"], depends=[*HEADERS, *declarations, *KERNEL_SOURCES[name]])
+
 
 setup(
     packages=[*find_packages(include=["sparselift", "sparselift.*"]), "sparselift.tuning"],
     package_dir={"sparselift.tuning": "tuning"},
     package_data={"sparselift": ["py.typed"]},
     include_package_data=False,
+    ext_modules=cythonize([extension(name) for name in KERNEL_SOURCES], language_level=3, show_all_warnings=True),
+    cmdclass={"build_ext": BuildKernels},
     zip_safe=False,
 )

@@ -105,6 +105,20 @@ class Segment:
     batch: IndexBatch
     grad: Tensor | Sequence[Tensor | None]
     scales: Sequence[float] | None = None
+    versions: tuple[int, ...] = ()  # of the gradient tensors when they arrived; set by `arrived`
+
+    @classmethod
+    def arrived(cls, batch: IndexBatch, grad: Tensor | Sequence[Tensor | None]) -> Segment:
+        """A segment that will notice if someone writes to its gradient before it is used."""
+        grads = (grad,) if isinstance(grad, Tensor) else tuple(g for g in grad if g is not None)
+        return cls(batch, grad, None, tuple(g._version for g in grads))
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if a gradient was modified in place after it arrived: torch would have copied it then, we read it now."""
+        grads = (self.grad,) if isinstance(self.grad, Tensor) else tuple(g for g in self.grad if g is not None)
+        if self.versions and self.versions != tuple(g._version for g in grads):
+            raise RuntimeError("the gradient that arrived at a lifted lookup was modified in place before optimizer.step(); "
+                               "pass a copy to backward(), or step first")
 
 
 class BagProgram(ABC):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparselift.dtypes import dtype_name
+
 from .base import (
     COALESCE_METHODS,
     PARTITIONS,
@@ -226,7 +228,3 @@ def offset_error(spec: FeatureSpec, position: int, value: int, previous: int, co
     if value > count:
         return ValueError(f"{where}: offset {value} at position {position} passes the {count} ids")
     return ValueError(f"{where}: the last offset must equal the number of ids ({count}); got {value}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

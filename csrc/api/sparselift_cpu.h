@@ -1,0 +1,140 @@
+/* The C ABI of the CPU kernels: plain structs of pointers, sizes and enums in, a status out.
+ *
+ * Letters: T tables, F features, B bags of a feature, K ids of a feature, D columns and R rows of a table.
+ * Strides are in elements. No function throws, and none allocates but through the handles it is given: a program owns
+ * its workspaces, a batch its ids. A program serves one thread at a time; a batch may be read by any number of threads.
+ */
+#ifndef SPARSELIFT_CPU_H
+#define SPARSELIFT_CPU_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef int32_t sl_status;
+
+enum { SL_OK = 0, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UNSUPPORTED };
+enum { SL_SUM = 0, SL_MEAN, SL_NONE };
+enum { SL_COALESCE_CHAIN = 0, SL_COALESCE_NONE };
+enum { SL_PARTITION_BAG = 0, SL_PARTITION_TABLE };
+enum { SL_RULE_ABSENT = 0, SL_SGD, SL_ADAGRAD, SL_ROWWISE_ADAGRAD };
+enum { SL_ISA_PORTABLE = 0, SL_ISA_AVX2, SL_ISA_AVX512, SL_NUM_ISAS };
+
+typedef struct sl_program sl_program;
+typedef struct sl_batch sl_batch;
+
+typedef struct {
+    int64_t rows;
+    int64_t dim;
+    int32_t coalesce;
+    int32_t partition;
+    int32_t prefetch;      /* rows ahead of use; 0: off */
+    int32_t dedup;
+} sl_table;
+
+typedef struct {
+    int32_t table;
+    int32_t pooling;
+    int32_t weighted;
+    int32_t include_last_offset;
+    int64_t padding_idx;   /* -1: none */
+} sl_feature;
+
+/* The ids of one feature as the caller has them. */
+typedef struct {
+    const void* ids;       /* (K,) */
+    int64_t num_ids;
+    int64_t id_stride;
+    int32_t ids_are_64;    /* else int32 */
+    int32_t offsets_are_64;
+    const void* offsets;   /* (B,), or (B + 1,) with include_last_offset; unread where bag_length > 0 */
+    int64_t num_offsets;
+    int64_t offset_stride;
+    int64_t bag_length;    /* > 0: every bag has that many ids, and K is a multiple of it */
+    const float* weights;  /* (K,); unread where the feature is not weighted */
+    int64_t weight_stride;
+} sl_index_input;
+
+/* The first fault of a batch: an id that is no row, or a bag boundary that is less than `previous`, passes K or does not end there. */
+typedef struct {
+    int64_t feature;
+    int64_t position;
+    int64_t value;
+    int64_t previous;
+} sl_fault;
+
+/* A float32 matrix with last stride 1; data is NULL where there is none. */
+typedef struct {
+    float* data;
+    int64_t row_stride;
+} sl_matrix;
+
+typedef struct {
+    int32_t kind;
+    int32_t maximize;
+    float lr;
+    float eps;
+    float weight_decay;
+} sl_rule;
+
+/* The gradient of one backward. */
+typedef struct {
+    const sl_batch* batch;
+    const sl_matrix* grads;    /* (F,) of (B, D) */
+    const float* scales;       /* (T,), or NULL: 1 */
+} sl_segment;
+
+/* What went wrong in the last call of this thread that did not return SL_OK. */
+const char* sl_error_text(void);
+
+int32_t sl_isa_runnable(int32_t isa);
+const char* sl_isa_name(int32_t isa);
+
+/* Where parallel regions run: the file of the OpenMP runtime that torch has loaded, or "" (then regions run inline). */
+const char* sl_openmp_runtime(void);
+
+/* Runs an empty region and tells how many threads it got. */
+int32_t sl_probe_threads(int32_t threads);
+
+sl_status sl_program_create(const sl_table* tables, int64_t num_tables, const sl_feature* features, int64_t num_features,
+                            int32_t isa, sl_program** program);
+void sl_program_destroy(sl_program* program);
+int64_t sl_program_workspace_bytes(const sl_program* program);
+
+/* Validates, narrows and copies the ids of F inputs. SL_BAD_ID and SL_BAD_OFFSET fill `fault`. */
+sl_status sl_prepare(sl_program* program, const sl_index_input* inputs, int32_t threads, sl_batch** batch, sl_fault* fault);
+void sl_batch_destroy(sl_batch* batch);
+int64_t sl_batch_bytes(const sl_batch* batch);
+int64_t sl_batch_num_bags(const sl_batch* batch, int64_t feature);
+int64_t sl_batch_num_lookups(const sl_batch* batch, int64_t feature);
+void sl_batch_indices(const sl_batch* batch, int64_t feature, int64_t* indices);      /* (K,) */
+void sl_batch_offsets(const sl_batch* batch, int64_t feature, int64_t* offsets);      /* (B + 1,) */
+
+/* Pooled rows into F outputs (B, D). */
+sl_status sl_forward(sl_program* program, const float* const* tables, const sl_batch* batch, const sl_matrix* outputs,
+                     int32_t threads);
+
+/* out[k] = <grad[bag of k], table[id of k]>, 0 for padding. */
+sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad, float* out);
+
+/* One step of the rules on every row that the segments touch. states: (R, D) for Adagrad, (R,) for row-wise Adagrad, else unread. */
+sl_status sl_update(sl_program* program, float* const* tables, float* const* states, const sl_rule* rules,
+                    const sl_segment* segments, int64_t num_segments, int32_t threads);
+
+/* How many rows the two functions below write. */
+sl_status sl_count_lookups(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count);
+sl_status sl_count_rows(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count);
+
+/* Ids and (., D) gradients: of every lookup, in order; of every distinct row, ascending. */
+sl_status sl_expanded_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments,
+                           int64_t* ids, float* grads);
+sl_status sl_coalesced_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments,
+                            int64_t* rows, float* grads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,32 @@
+// The kernels for AVX-512 (F, VL, BW, DQ).
+#include <immintrin.h>
+
+#include "../api/sparselift_cpu.h"
+#include "kernels.h"
+
+namespace sparselift {
+namespace avx512 {
+
+using Vec = __m512;
+using Mask = __mmask16;
+constexpr int kWidth = 16;
+constexpr int kMaxVectors = 16;
+
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec splat(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load_part(const float* p, Mask mask) { return _mm512_maskz_loadu_ps(mask, p); }
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline void store_part(float* p, Mask mask, Vec x) { _mm512_mask_storeu_ps(p, mask, x); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec sqrt(Vec x) { return _mm512_sqrt_ps(x); }
+inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
+inline Mask mask_for(int64_t lanes) { return static_cast<Mask>((1u << lanes) - 1); }
+
+#include "kernel_body.h"
+
+}  // namespace avx512
+}  // namespace sparselift

@@ -1,0 +1,153 @@
+// Schedules the forward kernels: bags or tables, with or without deduplication.
+#include <algorithm>
+#include <climits>
+
+#include "program.h"
+#include "threads.h"
+
+namespace sparselift {
+namespace {
+
+constexpr int64_t kParallelCost = 1 << 16;       // floats gathered; below, a region costs more than it saves
+constexpr int kTasksPerThread = 8;
+
+int64_t cost_of(const Lookups& lookups, int64_t dim) { return lookups.count * (dim + 16) + lookups.num_bags * (dim + 16); }
+
+/// Cuts the batch into tasks, the costly first.
+void plan(sl_program& program, const sl_batch& batch, int threads) {
+    auto& tasks = program.forward_tasks;
+    tasks.clear();
+    int64_t total = 0;
+    for (size_t t = 0; t < program.tables.size(); ++t)
+        for (int32_t f : program.table_features[t]) total += cost_of(batch.lookups[f], program.tables[t].dim);
+    const int64_t grain = std::max<int64_t>(total / (int64_t{threads} * kTasksPerThread), 1);
+    for (size_t t = 0; t < program.tables.size(); ++t) {
+        const sl_table& table = program.tables[t];
+        int64_t table_cost = 0;
+        for (int32_t f : program.table_features[t]) {
+            const Lookups& lookups = batch.lookups[f];
+            const int64_t cost = cost_of(lookups, table.dim), bags = lookups.num_bags;
+            table_cost += cost;
+            if (table.dedup || bags == 0) continue;
+            int64_t pieces = 1;
+            if (threads > 1 && table.partition == SL_PARTITION_BAG) pieces = std::clamp<int64_t>(cost / grain, 1, bags);
+            for (int64_t i = 0; i < pieces; ++i)
+                tasks.push_back({static_cast<int32_t>(t), f, bags * i / pieces, bags * (i + 1) / pieces, cost / pieces});
+        }
+        if (table.dedup && table_cost > 0) tasks.push_back({static_cast<int32_t>(t), -1, 0, 0, table_cost});
+    }
+    if (threads > 1)
+        std::stable_sort(tasks.begin(), tasks.end(), [](const ForwardTask& a, const ForwardTask& b) { return a.cost > b.cost; });
+}
+
+ForwardArgs arguments(const sl_table& table, const float* weights, const Lookups& lookups, const sl_matrix& output) {
+    return {weights, table.dim, lookups, output.data, output.row_stride, 0, lookups.num_bags, table.prefetch};
+}
+
+struct DedupSize {
+    size_t lookups = 0, rows = 0, floats = 0;
+};
+
+DedupSize dedup_size(const sl_program& program, const sl_batch& batch) {
+    DedupSize size;
+    for (size_t t = 0; t < program.tables.size(); ++t) {
+        const sl_table& table = program.tables[t];
+        if (!table.dedup) continue;
+        int64_t lookups = 0;
+        for (int32_t f : program.table_features[t]) lookups += batch.lookups[f].count;
+        const int64_t rows = std::min(lookups, table.rows);
+        size.lookups = std::max(size.lookups, static_cast<size_t>(lookups));
+        size.rows = std::max(size.rows, static_cast<size_t>(rows) + 1);      // one written past the end before it is counted
+        size.floats = std::max(size.floats, static_cast<size_t>(rows) * static_cast<size_t>(table.dim));
+    }
+    return size;
+}
+
+/// Gathers the distinct rows of a table, then pools from the compact copy. Heads are clean again afterwards.
+void forward_deduplicated(sl_program& program, int32_t t, const float* weights, const sl_batch& batch, const sl_matrix* outputs,
+                          Workspace& workspace) {
+    const sl_table& table = program.tables[static_cast<size_t>(t)];
+    const auto& features = program.table_features[static_cast<size_t>(t)];
+    UpdateArgs slots{};
+    slots.heads = program.heads[static_cast<size_t>(t)].of(table.rows);
+    slots.rows = workspace.rows.of<int32_t>(0);
+    int32_t* slot = workspace.slots.of<int32_t>(0);
+    float* gathered = workspace.gathered.of<float>(0);
+    int64_t num_rows = 0, first = 0;
+    for (int32_t f : features) {
+        num_rows = program.kernels->find_slots(slots, batch.lookups[f], num_rows, slot + first);
+        first += batch.lookups[f].count;
+    }
+    Lookups distinct{};
+    distinct.ids = slots.rows;
+    distinct.num_bags = distinct.count = num_rows;
+    distinct.length = 1;
+    distinct.padding = -1;
+    distinct.pooling = SL_NONE;
+    program.kernels->forward(arguments(table, weights, distinct, {gathered, table.dim}));
+    first = 0;
+    for (int32_t f : features) {
+        Lookups lookups = batch.lookups[f];
+        lookups.ids = slot + first;
+        first += lookups.count;
+        if (lookups.padding >= 0) {
+            const int32_t head = slots.heads[lookups.padding];
+            lookups.padding = head ? head - 1 : INT32_MAX;      // INT32_MAX: no id of the batch
+        }
+        program.kernels->forward(arguments(table, gathered, lookups, outputs[f]));
+    }
+    for (int64_t i = 0; i < num_rows; ++i) slots.heads[slots.rows[i]] = 0;
+}
+
+}  // namespace
+}  // namespace sparselift
+
+using namespace sparselift;
+
+extern "C" sl_status sl_forward(sl_program* program, const float* const* tables, const sl_batch* batch, const sl_matrix* outputs,
+                                int32_t threads) {
+    return guarded([&]() -> sl_status {
+        plan(*program, *batch, threads);
+        int64_t cost = 0;
+        bool dedup = false;
+        for (const ForwardTask& task : program->forward_tasks) {
+            cost += task.cost;
+            dedup |= task.feature < 0;
+        }
+        if (cost < kParallelCost) threads = 1;
+        program->reserve_workers(threads);
+        if (dedup) {
+            const DedupSize size = dedup_size(*program, *batch);
+            for (Workspace& workspace : program->workspaces) {
+                workspace.slots.of<int32_t>(size.lookups);
+                workspace.rows.of<int32_t>(size.rows);
+                workspace.gathered.of<float>(size.floats);
+            }
+            for (const ForwardTask& task : program->forward_tasks)
+                if (task.feature < 0) program->heads[static_cast<size_t>(task.table)].of(program->tables[static_cast<size_t>(task.table)].rows);
+        }
+        run_tasks(threads, static_cast<int64_t>(program->forward_tasks.size()), [&](int64_t i, int worker) {
+            const ForwardTask& task = program->forward_tasks[static_cast<size_t>(i)];
+            const sl_table& table = program->tables[static_cast<size_t>(task.table)];
+            if (task.feature < 0) {
+                forward_deduplicated(*program, task.table, tables[task.table], *batch, outputs, program->workspace(worker));
+                return;
+            }
+            ForwardArgs args = arguments(table, tables[task.table], batch->lookups[task.feature], outputs[task.feature]);
+            args.first_bag = task.first_bag;
+            args.last_bag = task.last_bag;
+            program->kernels->forward(args);
+        });
+        return SL_OK;
+    });
+}
+
+extern "C" sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad,
+                                    float* out) {
+    return guarded([&]() -> sl_status {
+        const sl_table& spec = program->tables[static_cast<size_t>(program->features[static_cast<size_t>(feature)].table)];
+        const ForwardArgs args = arguments(spec, table, batch->lookups[feature], {nullptr, 0});
+        program->kernels->weight_grad(args, grad.data, grad.row_stride, out);
+        return SL_OK;
+    });
+}

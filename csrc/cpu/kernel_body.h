@@ -1,0 +1,528 @@
+// The kernels, written once over the vector primitives of an instruction set.
+//
+// Included by avx512.cpp, avx2.cpp and portable.cpp inside a namespace of their own, after they define
+//   Vec, Mask, kWidth            a vector of kWidth floats; which of its lanes a partial access touches
+//   kMaxVectors                  accumulators that fit the registers: 8 or 16
+//   zero splat load load_part store store_part add mul div fma sqrt sum mask_for
+// Every function has internal linkage or lives in that namespace, and nothing of std is used: the linker may not mix builds.
+//
+// Mapping. A row of D floats is covered by blocks of whole vectors, the last one partial where D is no multiple of kWidth. Up to
+// kMaxVectors * kWidth columns are one block, whose sums stay in registers over a whole bag or chain (Span). Wider rows take a pass
+// over the ids for each block: every pass touches cache lines of its own.
+
+/// N whole vectors, and with kTail a partial one after them.
+template <int N, bool kTail>
+struct Size {
+    static constexpr int kFull = N;
+    static constexpr int kVectors = N + (kTail ? 1 : 0);
+    static constexpr bool kHasTail = kTail;
+    static constexpr int kLines = (kVectors * kWidth * 4 + 63) / 64;
+};
+
+/// Calls visit(Size, first column, mask) for the blocks that cover `dim` columns.
+template <typename Visit>
+inline void visit_blocks(int64_t dim, const Visit& visit) {
+    int64_t column = 0;
+    while (column < dim) {
+        const int64_t full = (dim - column) / kWidth;
+        const Mask mask = mask_for((dim - column) % kWidth);
+        const bool tail = (dim - column) % kWidth != 0;
+        const auto cover = [&](auto size) {
+            visit(size, column, mask);
+            column += size.kVectors * kWidth;
+        };
+        if constexpr (kMaxVectors >= 16) {
+            if (full >= 16) { cover(Size<16, false>{}); continue; }
+        }
+        if (full >= 8) cover(Size<8, false>{});
+        else if (full >= 6) cover(Size<6, false>{});
+        else if (full == 5 || (full == 4 && !tail)) cover(Size<4, false>{});
+        else if (full == 4) cover(Size<4, true>{});
+        else if (full == 3) tail ? cover(Size<3, true>{}) : cover(Size<3, false>{});
+        else if (full == 2) tail ? cover(Size<2, true>{}) : cover(Size<2, false>{});
+        else if (full == 1) tail ? cover(Size<1, true>{}) : cover(Size<1, false>{});
+        else cover(Size<0, true>{});
+    }
+}
+
+inline bool is_one_block(int64_t dim) {
+    int64_t blocks = 0;
+    visit_blocks(dim, [&](auto, int64_t, Mask) { ++blocks; });
+    return blocks == 1;
+}
+
+template <typename S>
+struct Span {
+    Vec v[S::kVectors];
+};
+
+template <typename S>
+inline Span<S> zero_span() {
+    Span<S> span;
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) span.v[i] = zero();
+    return span;
+}
+
+template <typename S>
+inline Vec load_vector(const float* row, int i, Mask mask) {
+    return S::kHasTail && i == S::kFull ? load_part(row + i * kWidth, mask) : load(row + i * kWidth);
+}
+
+template <typename S>
+inline Span<S> load_span(const float* row, Mask mask) {
+    Span<S> span;
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) span.v[i] = load_vector<S>(row, i, mask);
+    return span;
+}
+
+template <typename S>
+inline void store_span(float* row, const Span<S>& span, Mask mask) {
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kFull; ++i) store(row + i * kWidth, span.v[i]);
+    if (S::kHasTail) store_part(row + S::kFull * kWidth, mask, span.v[S::kVectors - 1]);
+}
+
+template <typename S>
+inline void add_row(Span<S>& span, const float* row, Mask mask) {
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) span.v[i] = add(span.v[i], load_vector<S>(row, i, mask));
+}
+
+/// span = fma(factor, row, span), or with two roundings.
+template <typename S, bool kFused>
+inline void add_scaled_row(Span<S>& span, Vec factor, const float* row, Mask mask) {
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) {
+        const Vec value = load_vector<S>(row, i, mask);
+        span.v[i] = kFused ? fma(factor, value, span.v[i]) : add(span.v[i], mul(factor, value));
+    }
+}
+
+template <typename S>
+inline void scale_span(Span<S>& span, float factor) {
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) span.v[i] = mul(span.v[i], splat(factor));
+}
+
+inline void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 3); }
+
+/// The lines of a block of a row. Beyond 16 lines the hardware's own prefetcher has long taken over.
+template <typename S>
+inline void prefetch_row(const float* row) {
+    constexpr int kLines = S::kLines < 16 ? S::kLines : 16;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLines; ++i) prefetch_line(row + i * 16);
+}
+
+struct Bounds {
+    int64_t begin, end;
+};
+
+inline Bounds bounds_of(const Lookups& lookups, int64_t bag) {
+    if (!lookups.offsets) return {bag * lookups.length, (bag + 1) * lookups.length};
+    return {lookups.offsets[bag], lookups.offsets[bag + 1]};
+}
+
+// ---------------------------------------------------------------------------------------------------- ids
+
+template <typename Id>
+inline int64_t narrow(const Id* ids, int64_t count, int64_t stride, int64_t rows, int32_t* out) {
+    // No early exit: a loop without one is vectorised, and a fault is looked for only when there is one.
+    uint64_t wrong = 0;
+    if (stride == 1) {
+        for (int64_t k = 0; k < count; ++k) {
+            wrong |= static_cast<uint64_t>(static_cast<int64_t>(ids[k])) >= static_cast<uint64_t>(rows);
+            out[k] = static_cast<int32_t>(ids[k]);
+        }
+    } else {
+        for (int64_t k = 0; k < count; ++k) {
+            const Id id = ids[k * stride];
+            wrong |= static_cast<uint64_t>(static_cast<int64_t>(id)) >= static_cast<uint64_t>(rows);
+            out[k] = static_cast<int32_t>(id);
+        }
+    }
+    if (!wrong) return -1;
+    int64_t position = 0;
+    while (ids[position * stride] >= 0 && ids[position * stride] < rows) ++position;
+    return position;
+}
+
+static int64_t narrow_ids(const void* ids, int64_t count, int64_t stride, int32_t are_64, int64_t rows, int32_t* out) {
+    if (are_64) return narrow(static_cast<const int64_t*>(ids), count, stride, rows, out);
+    return narrow(static_cast<const int32_t*>(ids), count, stride, rows, out);
+}
+
+// ---------------------------------------------------------------------------------------------------- forward
+
+/// How a bag makes its sum of rows.
+enum class Bag {
+    kPlain,      // add them
+    kPadded,     // add those that are not padding
+    kFused,      // fma(weight, row, sum)
+    kRounded,    // sum + weight * row with two roundings, padding left out: so does torch once there is a padding_idx
+    kCopy        // one row a bag
+};
+
+/// Sums of bags [first_bag, last_bag) over the columns of one block. Bytes: a row's block read a lookup, one written a bag.
+template <typename S, Bag kKind>
+static void forward_block(const ForwardArgs& a, int64_t column, Mask mask) {
+    const Lookups& l = a.lookups;
+    const float* table = a.table + column;
+    const int64_t last = l.count - 1, ahead = a.prefetch;
+    for (int64_t bag = a.first_bag; bag < a.last_bag; ++bag) {
+        const Bounds bounds = bounds_of(l, bag);
+        Span<S> sum = zero_span<S>();
+        int64_t counted = kKind == Bag::kPadded ? 0 : bounds.end - bounds.begin;
+        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+            if (ahead) prefetch_row<S>(table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
+            const int32_t id = l.ids[k];
+            const float* row = table + a.dim * id;
+            if constexpr (kKind == Bag::kCopy) {
+                sum = load_span<S>(row, mask);
+            } else if constexpr (kKind == Bag::kPlain) {
+                add_row(sum, row, mask);
+            } else if constexpr (kKind == Bag::kFused) {
+                add_scaled_row<S, true>(sum, splat(l.weights[k]), row, mask);
+            } else if (id != l.padding) {
+                if constexpr (kKind == Bag::kPadded) {
+                    add_row(sum, row, mask);
+                    ++counted;
+                } else {
+                    add_scaled_row<S, false>(sum, splat(l.weights[k]), row, mask);
+                }
+            }
+        }
+        if (l.pooling == SL_MEAN && counted > 1) {
+            const Vec count = splat(static_cast<float>(counted));
+#pragma GCC unroll 16
+            for (int i = 0; i < S::kVectors; ++i) sum.v[i] = div(sum.v[i], count);
+        }
+        store_span(a.out + bag * a.out_stride + column, sum, mask);
+    }
+}
+
+static void forward(const ForwardArgs& a) {
+    const Lookups& l = a.lookups;
+    visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
+        using S = decltype(size);
+        if (l.pooling == SL_NONE) forward_block<S, Bag::kCopy>(a, column, mask);
+        else if (l.weights && l.padding < 0) forward_block<S, Bag::kFused>(a, column, mask);
+        else if (l.weights) forward_block<S, Bag::kRounded>(a, column, mask);
+        else if (l.padding < 0) forward_block<S, Bag::kPlain>(a, column, mask);
+        else forward_block<S, Bag::kPadded>(a, column, mask);
+    });
+}
+
+static float dot(const float* a, const float* b, int64_t dim) {
+    Vec total = zero();
+    int64_t column = 0;
+    for (; column + kWidth <= dim; column += kWidth) total = fma(load(a + column), load(b + column), total);
+    if (column < dim) {
+        const Mask mask = mask_for(dim - column);
+        total = fma(load_part(a + column, mask), load_part(b + column, mask), total);
+    }
+    return sum(total);
+}
+
+static void weight_grad(const ForwardArgs& a, const float* grad, int64_t grad_stride, float* out) {
+    const Lookups& l = a.lookups;
+    const int64_t last = l.count - 1, ahead = a.prefetch;
+    for (int64_t bag = a.first_bag; bag < a.last_bag; ++bag) {
+        const Bounds bounds = bounds_of(l, bag);
+        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+            if (ahead) prefetch_line(a.table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
+            const int32_t id = l.ids[k];
+            out[k] = id == l.padding ? 0.0f : dot(grad + bag * grad_stride, a.table + a.dim * id, a.dim);
+        }
+    }
+}
+
+static int64_t find_slots(const UpdateArgs& a, const Lookups& l, int64_t known, int32_t* slots) {
+    constexpr int64_t kAhead = 16;
+    int64_t num_rows = known;
+    for (int64_t k = 0; k < l.count; ++k) {
+        prefetch_line(a.heads + l.ids[k + kAhead < l.count ? k + kAhead : l.count - 1]);
+        const int32_t row = l.ids[k], head = a.heads[row];
+        a.rows[num_rows] = row;
+        num_rows += head == 0;
+        const int32_t slot = head ? head : static_cast<int32_t>(num_rows);
+        a.heads[row] = slot;
+        slots[k] = slot - 1;
+    }
+    return num_rows;
+}
+
+// ---------------------------------------------------------------------------------------------------- chains
+
+/// Calls visit(k, bag) for the lookups of a feature, last first.
+template <typename Visit>
+inline void visit_backwards(const Lookups& l, const Visit& visit) {
+    if (!l.offsets && l.length == 1) {
+        for (int64_t k = l.count - 1; k >= 0; --k) visit(k, static_cast<int32_t>(k));
+        return;
+    }
+    for (int64_t bag = l.num_bags - 1; bag >= 0; --bag) {
+        const Bounds bounds = bounds_of(l, bag);
+        for (int64_t k = bounds.end - 1; k >= bounds.begin; --k) visit(k, static_cast<int32_t>(bag));
+    }
+}
+
+/// Going backwards, pushing every lookup in front of its row's chain leaves the chains in ascending order.
+/// There are no branches on the data: a lookup that is padding or another part's pushes onto a chain that nobody reads.
+template <bool kFiltered>
+static int64_t build(const UpdateArgs& a) {
+    constexpr int64_t kAhead = 16;
+    int64_t num_rows = 0;
+    int32_t unread = 0;
+    for (int64_t s = a.num_sources - 1; s >= 0; --s) {
+        const Source& source = a.sources[s];
+        const Lookups& l = source.lookups;
+        Node* nodes = a.nodes + source.first;
+        visit_backwards(l, [&](int64_t k, int32_t bag) {
+            prefetch_line(a.heads + l.ids[k > kAhead ? k - kAhead : 0]);
+            const int32_t row = l.ids[k];
+            int32_t* head = a.heads + row;
+            bool mine = true;
+            if constexpr (kFiltered) {
+                mine = row != l.padding && ((row >> 4) & a.part_mask) == a.part;
+                head = mine ? head : &unread;
+            }
+            const int32_t next = *head;
+            nodes[k] = Node{next, bag};
+            *head = source.first + static_cast<int32_t>(k) + 1;
+            a.rows[num_rows] = row;
+            num_rows += mine & (next == 0);
+        });
+    }
+    return num_rows;
+}
+
+static int64_t build_chains(const UpdateArgs& a) {
+    bool filtered = a.part_mask != 0;
+    for (int64_t s = 0; s < a.num_sources; ++s) filtered |= a.sources[s].lookups.padding >= 0;
+    return filtered ? build<true>(a) : build<false>(a);
+}
+
+inline float factor_of(const Source& source, int64_t k, int64_t bag) {
+    const Lookups& l = source.lookups;
+    return l.weights ? l.weights[k - source.first] : l.inverse ? l.inverse[bag] : 1.0f;
+}
+
+/// Sum over the chain that starts at `link`, of the columns of one block.
+template <typename S>
+inline Span<S> sum_chain(const UpdateArgs& a, int32_t link, int64_t column, Mask mask) {
+    Span<S> sum = zero_span<S>();
+    const Source* source = a.sources;
+    while (link) {
+        const int32_t k = link - 1;
+        const Node node = a.nodes[k];
+        while (k >= source->last) ++source;
+        const float* grad = source->grad + node.bag * source->grad_stride + column;
+        if (source->plain) {
+            add_row(sum, grad, mask);
+        } else {
+            Span<S> row = load_span<S>(grad, mask);
+            scale_span(row, factor_of(*source, k, node.bag));
+            scale_span(row, source->scale);
+#pragma GCC unroll 16
+            for (int i = 0; i < S::kVectors; ++i) sum.v[i] = add(sum.v[i], row.v[i]);
+        }
+        link = node.next;
+    }
+    return sum;
+}
+
+/// Brings what row u - prefetch will need: its weights and state, its first gradient; and, twice as far ahead, its head.
+template <typename S>
+inline void prefetch_ahead(const UpdateArgs& a, int64_t u) {
+    const int64_t ahead = a.prefetch;
+    if (u >= 2 * ahead) prefetch_line(a.heads + a.rows[u - 2 * ahead]);
+    if (u < ahead) return;
+    const int64_t row = a.rows[u - ahead];
+    prefetch_row<S>(a.table + row * a.dim);
+    if (a.kind == SL_ROWWISE_ADAGRAD) prefetch_line(a.state + row);
+    else if (a.kind == SL_ADAGRAD) prefetch_row<S>(a.state + row * a.dim);
+    const int32_t k = a.heads[row] - 1;
+    const Source* source = a.sources;
+    while (k >= source->last) ++source;
+    prefetch_row<S>(source->grad + a.nodes[k].bag * source->grad_stride);
+}
+
+template <typename S>
+inline void step_sgd(const UpdateArgs& a, float* weight, const Span<S>& grad, Mask mask) {
+    Span<S> w = load_span<S>(weight, mask);
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) w.v[i] = fma(splat(-a.lr), grad.v[i], w.v[i]);
+    store_span(weight, w, mask);
+}
+
+/// The roundings of torch.optim.Adagrad: s + (g * g), then fma(-lr, g / (sqrt(s) + eps), w).
+template <typename S>
+inline void step_adagrad(const UpdateArgs& a, float* weight, float* state, const Span<S>& grad, Mask mask) {
+    Span<S> w = load_span<S>(weight, mask), s = load_span<S>(state, mask);
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) {
+        s.v[i] = add(s.v[i], mul(grad.v[i], grad.v[i]));
+        w.v[i] = fma(splat(-a.lr), div(grad.v[i], add(sqrt(s.v[i]), splat(a.eps))), w.v[i]);
+    }
+    store_span(state, s, mask);
+    store_span(weight, w, mask);
+}
+
+/// The gradient as the rule wants it: sign and weight decay applied. Adds its squares to `squares`.
+template <typename S>
+inline void adjust(const UpdateArgs& a, const float* weight, Span<S>& grad, Vec& squares, Mask mask) {
+    if (a.maximize) scale_span(grad, -1.0f);
+    if (a.kind != SL_ROWWISE_ADAGRAD) return;
+    if (a.weight_decay != 0.0f) add_scaled_row<S, false>(grad, splat(a.weight_decay), weight, mask);
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) squares = add(squares, mul(grad.v[i], grad.v[i]));
+}
+
+/// Adds the mean square to the row's state. Returns what the gradient is multiplied by.
+inline float rowwise_scale(const UpdateArgs& a, int64_t row, Vec squares) {
+    const float state = a.state[row] + sum(squares) / static_cast<float>(a.dim);
+    a.state[row] = state;
+    return -a.lr / (__builtin_sqrtf(state) + a.eps);
+}
+
+/// One step on every row, whose gradient stays in registers. Bytes: per row its weights and state read and written; per lookup
+/// a gradient row, mostly from cache.
+template <typename S>
+static void apply_one_block(const UpdateArgs& a, int64_t num_rows, Mask mask) {
+    for (int64_t u = num_rows - 1; u >= 0; --u) {
+        if (a.prefetch) prefetch_ahead<S>(a, u);
+        const int64_t row = a.rows[u];
+        const int32_t head = a.heads[row];
+        a.heads[row] = 0;
+        float* weight = a.table + row * a.dim;
+        Span<S> grad = sum_chain<S>(a, head, 0, mask);
+        Vec squares = zero();
+        adjust(a, weight, grad, squares, mask);
+        if (a.kind == SL_SGD) step_sgd(a, weight, grad, mask);
+        else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight, a.state + row * a.dim, grad, mask);
+        else {
+            const Vec scale = splat(rowwise_scale(a, row, squares));
+            Span<S> w = load_span<S>(weight, mask);
+#pragma GCC unroll 16
+            for (int i = 0; i < S::kVectors; ++i) w.v[i] = add(w.v[i], mul(grad.v[i], scale));
+            store_span(weight, w, mask);
+        }
+    }
+}
+
+/// The same for rows of several blocks: the row-wise rule needs a sum over all of them, so gradients go through `scratch`.
+static void apply_blocks(const UpdateArgs& a, int64_t num_rows) {
+    for (int64_t u = num_rows - 1; u >= 0; --u) {
+        if (a.prefetch) prefetch_ahead<Size<8, false>>(a, u);
+        const int64_t row = a.rows[u];
+        const int32_t head = a.heads[row];
+        a.heads[row] = 0;
+        float* weight = a.table + row * a.dim;
+        Vec squares = zero();
+        visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
+            using S = decltype(size);
+            Span<S> grad = sum_chain<S>(a, head, column, mask);
+            adjust(a, weight + column, grad, squares, mask);
+            if (a.kind == SL_SGD) step_sgd(a, weight + column, grad, mask);
+            else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight + column, a.state + row * a.dim + column, grad, mask);
+            else store_span(a.scratch + column, grad, mask);
+        });
+        if (a.kind != SL_ROWWISE_ADAGRAD) continue;
+        const Vec scale = splat(rowwise_scale(a, row, squares));
+        visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
+            using S = decltype(size);
+            Span<S> w = load_span<S>(weight + column, mask);
+            add_scaled_row<S, false>(w, scale, a.scratch + column, mask);
+            store_span(weight + column, w, mask);
+        });
+    }
+}
+
+static void apply_chains(const UpdateArgs& a, int64_t num_rows) {
+    if (!is_one_block(a.dim)) {
+        apply_blocks(a, num_rows);
+        return;
+    }
+    visit_blocks(a.dim, [&](auto size, int64_t, Mask mask) { apply_one_block<decltype(size)>(a, num_rows, mask); });
+}
+
+static void sum_chains(const UpdateArgs& a, int64_t num_rows, float* out) {
+    for (int64_t u = 0; u < num_rows; ++u) {
+        const int32_t row = a.rows[u], head = a.heads[row];
+        a.heads[row] = 0;
+        visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
+            store_span(out + u * a.dim + column, sum_chain<decltype(size)>(a, head, column, mask), mask);
+        });
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- lookup by lookup
+
+/// SGD in id order, one rounding a lookup: w = fma(-lr, g, w), the bits of torch.optim.SGD on an uncoalesced gradient.
+template <typename S>
+static void apply_lookups_block(const UpdateArgs& a, const Source& source, int64_t column, Mask mask) {
+    const Lookups& l = source.lookups;
+    float* table = a.table + column;
+    const Vec rate = splat(a.maximize ? a.lr : -a.lr);
+    const int64_t last = l.count - 1, ahead = a.prefetch;
+    for (int64_t bag = 0; bag < l.num_bags; ++bag) {
+        const Bounds bounds = bounds_of(l, bag);
+        const float* arrived = source.grad + bag * source.grad_stride + column;
+        Span<S> grad = load_span<S>(arrived, mask);
+        if (!source.plain && !l.weights) {
+            scale_span(grad, factor_of(source, 0, bag));
+            scale_span(grad, source.scale);
+        }
+        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+            if (ahead) prefetch_row<S>(table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
+            const int32_t id = l.ids[k];
+            if (id == l.padding || ((id >> 4) & a.part_mask) != a.part) continue;
+            if (l.weights) {
+                grad = load_span<S>(arrived, mask);
+                scale_span(grad, l.weights[k]);
+                scale_span(grad, source.scale);
+            }
+            float* weight = table + a.dim * id;
+            Span<S> w = load_span<S>(weight, mask);
+#pragma GCC unroll 16
+            for (int i = 0; i < S::kVectors; ++i) w.v[i] = fma(rate, grad.v[i], w.v[i]);
+            store_span(weight, w, mask);
+        }
+    }
+}
+
+static void apply_lookups(const UpdateArgs& a) {
+    visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
+        for (int64_t s = 0; s < a.num_sources; ++s) apply_lookups_block<decltype(size)>(a, a.sources[s], column, mask);
+    });
+}
+
+static void expand(const UpdateArgs& a, int64_t* ids, float* out) {
+    for (int64_t s = 0; s < a.num_sources; ++s) {
+        const Source& source = a.sources[s];
+        const Lookups& l = source.lookups;
+        for (int64_t bag = 0; bag < l.num_bags; ++bag) {
+            const Bounds bounds = bounds_of(l, bag);
+            for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+                if (l.ids[k] == l.padding) continue;
+                *ids++ = l.ids[k];
+                visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
+                    using S = decltype(size);
+                    Span<S> grad = load_span<S>(source.grad + bag * source.grad_stride + column, mask);
+                    scale_span(grad, factor_of(source, source.first + k, bag));
+                    scale_span(grad, source.scale);
+                    store_span(out + column, grad, mask);
+                });
+                out += a.dim;
+            }
+        }
+    }
+}
+
+const Kernels* kernels() {
+    static const Kernels table = {narrow_ids, forward, weight_grad, build_chains, apply_chains, apply_lookups, sum_chains, expand, find_slots};
+    return &table;
+}

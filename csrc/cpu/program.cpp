@@ -1,0 +1,121 @@
+// Creating and destroying programs; which instruction sets run here.
+#include "program.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <memory>
+
+namespace sparselift {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kMaxIdleBytes = size_t{256} << 20;      // of batches that came back
+
+const Kernels* kernels_of(int32_t isa) {
+    switch (isa) {
+        case SL_ISA_PORTABLE: return portable::kernels();
+#ifdef __x86_64__
+        case SL_ISA_AVX2: return avx2::kernels();
+        case SL_ISA_AVX512: return avx512::kernels();
+#endif
+        default: return nullptr;
+    }
+}
+
+}  // namespace
+
+Buffer::~Buffer() { std::free(data_); }
+
+void* Buffer::reserve(size_t bytes) {
+    if (bytes <= bytes_) return data_;
+    std::free(data_);
+    data_ = nullptr;
+    bytes_ = 0;
+    const size_t wanted = bytes + bytes / 4;      // batches vary in size
+    const bool huge = wanted >= kHugePage;
+    if (posix_memalign(&data_, huge ? kHugePage : 64, wanted) != 0) {
+        data_ = nullptr;
+        throw std::bad_alloc();
+    }
+    if (huge) madvise(data_, wanted / kHugePage * kHugePage, MADV_HUGEPAGE);
+    bytes_ = wanted;
+    return data_;
+}
+
+Heads::~Heads() {
+    if (data_) munmap(data_, bytes_);
+}
+
+int32_t* Heads::of(int64_t count) {
+    if (data_) return data_;
+    const size_t bytes = static_cast<size_t>(count) * sizeof(int32_t);
+    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<int32_t*>(mapped);
+    bytes_ = bytes;
+    return data_;
+}
+
+}  // namespace sparselift
+
+using namespace sparselift;
+
+sl_program::~sl_program() {
+    if (pool) pool_release(pool);
+}
+
+void sl_program::reserve_workers(int threads) {
+    const size_t wanted = threads > 1 ? static_cast<size_t>(threads) : 1;
+    if (workspaces.size() < wanted) workspaces.resize(wanted);
+}
+
+extern "C" int32_t sl_isa_runnable(int32_t isa) {
+#ifdef __x86_64__
+    if (isa == SL_ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (isa == SL_ISA_AVX512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && sl_isa_runnable(SL_ISA_AVX2);
+#endif
+    return isa == SL_ISA_PORTABLE;
+}
+
+extern "C" const char* sl_isa_name(int32_t isa) {
+    switch (isa) {
+        case SL_ISA_PORTABLE: return "portable";
+        case SL_ISA_AVX2: return "avx2";
+        case SL_ISA_AVX512: return "avx512";
+        default: return "";
+    }
+}
+
+extern "C" sl_status sl_program_create(const sl_table* tables, int64_t num_tables, const sl_feature* features, int64_t num_features,
+                                       int32_t isa, sl_program** program) {
+    return guarded([&]() -> sl_status {
+        if (!sl_isa_runnable(isa)) return fail(SL_UNSUPPORTED, "instruction set %d is missing here", isa);
+        auto created = std::make_unique<sl_program>();
+        created->kernels = kernels_of(isa);
+        created->tables.assign(tables, tables + num_tables);
+        created->features.assign(features, features + num_features);
+        created->table_features.resize(static_cast<size_t>(num_tables));
+        for (int64_t f = 0; f < num_features; ++f)
+            created->table_features[static_cast<size_t>(features[f].table)].push_back(static_cast<int32_t>(f));
+        created->heads.resize(static_cast<size_t>(num_tables));
+        created->statuses.resize(static_cast<size_t>(num_features));
+        created->faults.resize(static_cast<size_t>(num_features));
+        created->pool = pool_create(kMaxIdleBytes);
+        if (!created->pool) throw std::bad_alloc();
+        *program = created.release();
+        return SL_OK;
+    });
+}
+
+extern "C" void sl_program_destroy(sl_program* program) { delete program; }
+
+extern "C" int64_t sl_program_workspace_bytes(const sl_program* program) {
+    size_t bytes = 0;
+    for (const Heads& heads : program->heads) bytes += heads.bytes();
+    for (const Workspace& w : program->workspaces)
+        bytes += w.nodes.bytes() + w.rows.bytes() + w.scratch.bytes() + w.slots.bytes() + w.gathered.bytes();
+    return static_cast<int64_t>(bytes);
+}

@@ -1,0 +1,101 @@
+// A program: the static structure of one group of lookups, its kernels and its workspaces.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "../api/sparselift_cpu.h"
+#include "guarded.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace sparselift {
+
+/// Memory that grows and is kept. Contents are lost when it grows.
+class Buffer {
+  public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer(Buffer&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; other.bytes_ = 0; }
+    ~Buffer();
+
+    /// At least `count` elements, 64-byte aligned. Throws std::bad_alloc.
+    template <typename T>
+    T* of(size_t count) { return static_cast<T*>(reserve(count * sizeof(T))); }
+    size_t bytes() const { return bytes_; }
+
+  private:
+    void* reserve(size_t bytes);
+    void* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+/// `count` int32 zeros that take no memory before they are touched.
+class Heads {
+  public:
+    Heads() = default;
+    Heads(const Heads&) = delete;
+    Heads(Heads&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; other.bytes_ = 0; }
+    ~Heads();
+    int32_t* of(int64_t count);
+    size_t bytes() const { return bytes_; }
+
+  private:
+    int32_t* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+/// What one worker needs for one table at a time.
+struct Workspace {
+    Buffer nodes, rows, scratch, slots, gathered;
+};
+
+/// Bags of one feature, or with feature = -1 all features of a table whose rows are deduplicated.
+struct ForwardTask {
+    int32_t table, feature;
+    int64_t first_bag, last_bag, cost;
+};
+
+/// One part of the rows of one table.
+struct UpdateTask {
+    int32_t table, part, parts;
+    int64_t cost;
+};
+
+/// Where a table's sources begin and end in sl_program::sources, and how many lookups they hold.
+struct SourceRange {
+    int64_t begin, end, lookups;
+};
+
+}  // namespace sparselift
+
+struct sl_program {
+    std::vector<sl_table> tables;
+    std::vector<sl_feature> features;
+    std::vector<std::vector<int32_t>> table_features;
+    const sparselift::Kernels* kernels = nullptr;
+    sparselift::Pool* pool = nullptr;
+
+    std::vector<sparselift::Heads> heads;             // a table
+    std::vector<sparselift::Workspace> workspaces;    // a worker
+    std::vector<sl_status> statuses;                  // a feature
+    std::vector<sl_fault> faults;
+    std::vector<sparselift::ForwardTask> forward_tasks;
+    std::vector<sparselift::UpdateTask> update_tasks;
+    std::vector<sparselift::Source> sources;
+    std::vector<sparselift::SourceRange> source_ranges;
+
+    ~sl_program();
+    sparselift::Workspace& workspace(int worker) { return workspaces[static_cast<size_t>(worker)]; }
+    void reserve_workers(int threads);
+};
+
+/// The ids of one batch, in one block of the program's pool.
+struct sl_batch {
+    sparselift::Block* block;
+    const sl_program* program;
+    int64_t bytes;
+    int64_t num_features;
+    sparselift::Lookups* lookups;
+};

@@ -1,0 +1,211 @@
+// Schedules the update kernels: a task is one part of the rows of one table, owned by one thread.
+#include <algorithm>
+#include <stdexcept>
+
+#include "program.h"
+#include "threads.h"
+
+namespace sparselift {
+namespace {
+
+constexpr int64_t kParallelCost = 1 << 16;
+constexpr int64_t kMaxLookups = INT32_MAX - 1;   // a chain's links are 1 + a position
+constexpr int32_t kMaxParts = 64;
+constexpr double kBalanced = 1.1;                // busiest thread over the mean, from which splitting stops
+constexpr int64_t kLinkCost = 16;                // of scanning a lookup that may be another part's, in floats moved
+
+/// Appends the sources of a table: its features' gradients, segment by segment. Throws std::length_error.
+SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment* segments, int64_t num_segments) {
+    SourceRange range{static_cast<int64_t>(program.sources.size()), 0, 0};
+    for (int64_t s = 0; s < num_segments; ++s) {
+        const sl_segment& segment = segments[s];
+        for (int32_t f : program.table_features[static_cast<size_t>(table)]) {
+            const sl_matrix& grad = segment.grads[f];
+            const Lookups& lookups = segment.batch->lookups[f];
+            if (!grad.data || lookups.count == 0) continue;
+            if (range.lookups + lookups.count > kMaxLookups) throw std::length_error("more than 2**31 - 2 lookups of one table in one update");
+            Source source{};
+            source.lookups = lookups;
+            source.grad = grad.data;
+            source.grad_stride = grad.row_stride;
+            source.scale = segment.scales ? segment.scales[table] : 1.0f;
+            source.plain = !lookups.weights && !lookups.inverse && source.scale == 1.0f;
+            source.first = static_cast<int32_t>(range.lookups);
+            range.lookups += lookups.count;
+            source.last = static_cast<int32_t>(range.lookups);
+            program.sources.push_back(source);
+        }
+    }
+    range.end = static_cast<int64_t>(program.sources.size());
+    return range;
+}
+
+int64_t cost_of(const sl_table& table, int64_t lookups, int32_t parts) { return lookups * kLinkCost + lookups * (table.dim + kLinkCost) / parts; }
+
+/// Load of the busiest thread when the tasks go, costly first, to whoever is free.
+int64_t makespan(std::vector<UpdateTask>& tasks, int threads) {
+    std::stable_sort(tasks.begin(), tasks.end(), [](const UpdateTask& a, const UpdateTask& b) { return a.cost > b.cost; });
+    std::vector<int64_t> load(static_cast<size_t>(threads), 0);
+    for (const UpdateTask& task : tasks) *std::min_element(load.begin(), load.end()) += task.cost;
+    return *std::max_element(load.begin(), load.end());
+}
+
+/// Replaces the tasks of one table by twice as many.
+void split(std::vector<UpdateTask>& tasks, const sl_table& table, int64_t lookups, int32_t position) {
+    const UpdateTask old = tasks[static_cast<size_t>(position)];
+    tasks.erase(std::remove_if(tasks.begin(), tasks.end(), [&](const UpdateTask& task) { return task.table == old.table; }), tasks.end());
+    for (int32_t part = 0; part < 2 * old.parts; ++part)
+        tasks.push_back({old.table, part, 2 * old.parts, cost_of(table, lookups, 2 * old.parts)});
+}
+
+/// One task a table, and more for the costliest while that balances the threads.
+void plan(sl_program& program, const sl_rule* rules, int threads) {
+    auto& tasks = program.update_tasks;
+    tasks.clear();
+    int64_t total = 0;
+    for (size_t t = 0; t < program.tables.size(); ++t) {
+        const int64_t lookups = program.source_ranges[t].lookups;
+        if (rules[t].kind == SL_RULE_ABSENT || lookups == 0) continue;
+        tasks.push_back({static_cast<int32_t>(t), 0, 1, cost_of(program.tables[t], lookups, 1)});
+        total += tasks.back().cost;
+    }
+    if (threads <= 1 || total < kParallelCost) return;
+    while (static_cast<double>(makespan(tasks, threads)) * threads > kBalanced * static_cast<double>(total)) {
+        const UpdateTask& costliest = tasks.front();
+        const auto t = static_cast<size_t>(costliest.table);
+        if (costliest.parts >= kMaxParts || costliest.parts >= 2 * threads) return;
+        split(tasks, program.tables[t], program.source_ranges[t].lookups, 0);
+    }
+}
+
+UpdateArgs arguments(const sl_program& program, int64_t table, const SourceRange& range) {
+    const sl_table& spec = program.tables[static_cast<size_t>(table)];
+    UpdateArgs args{};
+    args.dim = spec.dim;
+    args.sources = program.sources.data() + range.begin;
+    args.num_sources = range.end - range.begin;
+    args.prefetch = spec.prefetch;
+    return args;
+}
+
+/// Sizes for one table; a row is written past the last one before it is counted.
+void reserve(Workspace& workspace, const sl_table& table, int64_t lookups) {
+    workspace.nodes.of<Node>(static_cast<size_t>(lookups));
+    workspace.rows.of<int32_t>(static_cast<size_t>(std::min(lookups, table.rows)) + 1);
+    workspace.scratch.of<float>(static_cast<size_t>(table.dim));
+}
+
+void use(UpdateArgs& args, sl_program& program, int64_t table, Workspace& workspace) {
+    args.heads = program.heads[static_cast<size_t>(table)].of(program.tables[static_cast<size_t>(table)].rows);
+    args.nodes = workspace.nodes.of<Node>(0);
+    args.rows = workspace.rows.of<int32_t>(0);
+    args.scratch = workspace.scratch.of<float>(0);
+}
+
+void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float* table, float* state, Workspace& workspace) {
+    const auto t = static_cast<size_t>(task.table);
+    UpdateArgs args = arguments(program, task.table, program.source_ranges[t]);
+    args.table = table;
+    args.state = state;
+    args.kind = rule.kind;
+    args.maximize = rule.maximize;
+    args.lr = rule.lr;
+    args.eps = rule.eps;
+    args.weight_decay = rule.weight_decay;
+    args.part = task.part;
+    args.part_mask = task.parts - 1;
+    if (program.tables[t].coalesce == SL_COALESCE_NONE) {
+        program.kernels->apply_lookups(args);
+        return;
+    }
+    use(args, program, task.table, workspace);
+    program.kernels->apply_chains(args, program.kernels->build_chains(args));
+}
+
+/// Chains of one table for the gradient functions, on the calling thread.
+UpdateArgs chain(sl_program& program, int64_t table, const sl_segment* segments, int64_t num_segments) {
+    program.sources.clear();
+    const SourceRange range = gather_sources(program, table, segments, num_segments);
+    program.reserve_workers(1);
+    reserve(program.workspace(0), program.tables[static_cast<size_t>(table)], range.lookups);
+    UpdateArgs args = arguments(program, table, range);
+    use(args, program, table, program.workspace(0));
+    return args;
+}
+
+}  // namespace
+}  // namespace sparselift
+
+using namespace sparselift;
+
+extern "C" sl_status sl_update(sl_program* program, float* const* tables, float* const* states, const sl_rule* rules,
+                               const sl_segment* segments, int64_t num_segments, int32_t threads) {
+    return guarded([&]() -> sl_status {
+        program->sources.clear();
+        program->source_ranges.clear();
+        for (size_t t = 0; t < program->tables.size(); ++t) {
+            const bool absent = rules[t].kind == SL_RULE_ABSENT;
+            program->source_ranges.push_back(absent ? SourceRange{} : gather_sources(*program, static_cast<int64_t>(t), segments, num_segments));
+        }
+        plan(*program, rules, threads);
+        int64_t cost = 0;
+        for (const UpdateTask& task : program->update_tasks) cost += task.cost;
+        if (cost < kParallelCost) threads = 1;
+        program->reserve_workers(threads);
+        for (const UpdateTask& task : program->update_tasks) {
+            const auto t = static_cast<size_t>(task.table);
+            if (program->tables[t].coalesce == SL_COALESCE_NONE) continue;
+            program->heads[t].of(program->tables[t].rows);
+            for (Workspace& workspace : program->workspaces) reserve(workspace, program->tables[t], program->source_ranges[t].lookups);
+        }
+        run_tasks(threads, static_cast<int64_t>(program->update_tasks.size()), [&](int64_t i, int worker) {
+            const UpdateTask& task = program->update_tasks[static_cast<size_t>(i)];
+            run(*program, task, rules[task.table], tables[task.table], states[task.table], program->workspace(worker));
+        });
+        return SL_OK;
+    });
+}
+
+extern "C" sl_status sl_count_lookups(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count) {
+    return guarded([&]() -> sl_status {
+        program->sources.clear();
+        const SourceRange range = gather_sources(*program, table, segments, num_segments);
+        *count = 0;
+        for (int64_t s = range.begin; s < range.end; ++s) {
+            const Lookups& lookups = program->sources[static_cast<size_t>(s)].lookups;
+            *count += lookups.count - (lookups.padding < 0 ? 0 : std::count(lookups.ids, lookups.ids + lookups.count, lookups.padding));
+        }
+        return SL_OK;
+    });
+}
+
+extern "C" sl_status sl_count_rows(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count) {
+    return guarded([&]() -> sl_status {
+        const UpdateArgs args = chain(*program, table, segments, num_segments);
+        *count = program->kernels->build_chains(args);
+        for (int64_t i = 0; i < *count; ++i) args.heads[args.rows[i]] = 0;
+        return SL_OK;
+    });
+}
+
+extern "C" sl_status sl_expanded_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* ids,
+                                      float* grads) {
+    return guarded([&]() -> sl_status {
+        program->sources.clear();
+        const SourceRange range = gather_sources(*program, table, segments, num_segments);
+        program->kernels->expand(arguments(*program, table, range), ids, grads);
+        return SL_OK;
+    });
+}
+
+extern "C" sl_status sl_coalesced_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* rows,
+                                       float* grads) {
+    return guarded([&]() -> sl_status {
+        const UpdateArgs args = chain(*program, table, segments, num_segments);
+        const int64_t count = program->kernels->build_chains(args);
+        std::sort(args.rows, args.rows + count);
+        std::copy(args.rows, args.rows + count, rows);
+        program->kernels->sum_chains(args, count, grads);
+        return SL_OK;
+    });
+}
