@@ -1,0 +1,10 @@
+"""The search: `tune`, and under it the generic studies that it runs on. The only importer of Optuna."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from sparselift.errors import MissingExtraError
+
+if find_spec("optuna") is None:
+    raise MissingExtraError("tuning needs Optuna, which is not installed; pip install 'sparselift[tune]'")
