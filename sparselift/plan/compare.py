@@ -51,7 +51,7 @@ def compare(plan: Plan, structure: Structure | None = None, batch_size: int | No
     if hardware is not None:
         found += _hardware_differences(plan.hardware, hardware)
     if plan.edited:
-        found.append(Difference("checksum", plan.checksum, "another: the file was edited by hand", "note"))
+        found.append(Difference("checksum", "of the file as it was saved", "another: the file was edited by hand", "note"))
     return tuple(sorted(found, key=lambda difference: GRADES.index(difference.grade)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Plan:
     constraints  under which the config was chosen
     certificate  the last equivalence check of this config, or None
     evidence     what was measured
-    checksum     what the file said; of a plan that is not from a file, empty
+    edited       whether it comes from a file that was changed after it was saved
 
     Raises
     ------
@@ -56,7 +56,7 @@ class Plan:
     constraints: Constraints = field(default_factory=Constraints)
     certificate: Mapping[str, Any] | None = None
     evidence: Evidence = field(default_factory=Evidence)
-    checksum: str = field(default="", compare=False)
+    edited: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hardware", canonical.rounded(self.hardware))
@@ -69,19 +69,6 @@ class Plan:
     def equivalence(self) -> str:
         """How results relate to native torch's: "bitwise", "reassociated", "lossy" or "stale"."""
         return equivalence_of(self.structure, self.config)
-
-    @property
-    def edited(self) -> bool:
-        """Whether the file was changed after it was saved."""
-        return self.checksum != "" and self.checksum != _checksum(self._document())
-
-    @property
-    def graph(self) -> Graph:
-        """What the plan knows of the lifted graph: no nodes and no refusals."""
-        return Graph(self.workload, self.structure, (), self.sketches, (), self.batch_size)
-
-    def with_evidence(self, evidence: Evidence) -> Plan:
-        return replace(self, evidence=evidence, checksum="")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, with a fresh checksum."""
@@ -127,13 +114,13 @@ class Plan:
         return {
             "schema": SCHEMA,
             "workload": self.workload,
-            "structure": canonical.rounded(self.structure.to_dict()),
+            "structure": canonical.plain(self.structure),
             "batch_size": self.batch_size,
             "config": self.config.to_dict(),
             "equivalence": self.equivalence,
             "certificate": self.certificate,
             "evidence": canonical.plain(self.evidence),
-            "sketches": {name: canonical.rounded(sketch.to_dict()) for name, sketch in sorted(self.sketches.items())},
+            "sketches": {name: canonical.plain(sketch) for name, sketch in sorted(self.sketches.items())},
             "hardware": self.hardware,
             "constraints": self.constraints.to_dict(),
         }
@@ -162,7 +149,8 @@ def _decode(document: Any) -> Plan:
         document["workload"], structure, document["batch_size"], Config.from_dict(document["config"]),
         {name: _sketch(name, item) for name, item in document["sketches"].items()}, document["hardware"],
         Constraints.from_dict(document["constraints"]), document["certificate"],
-        canonical.decode(Evidence, document["evidence"], "evidence"), document["checksum"])
+        canonical.decode(Evidence, document["evidence"], "evidence"),
+        edited=document["checksum"] != _checksum({name: value for name, value in document.items() if name != "checksum"}))
     if document["equivalence"] != plan.equivalence:
         raise ValueError(f"equivalence says {document['equivalence']!r}, but this config is {plan.equivalence!r}; "
                          "write that, or choose what keeps the promise")

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from sparselift.plan.evidence import Interval, TrialRecord
 from sparselift.rewrites import Rewrite, Site, Value, same
 from sparselift.space.config import POLICY, ClassConfig, rewrites_at
-from sparselift.space.constraints import Rejection, settings
+from sparselift.space.constraints import Rejection, settings_at
 
 if TYPE_CHECKING:
     from sparselift.plan.document import Plan
 
 _WIDTH = 110
+_MACHINE = ("cpu", "cores", "torch_threads", "huge_pages", "torch_version")      # what a page says of the hardware
 
 
 def show(plan: Plan) -> str:
@@ -54,7 +55,7 @@ def explain(plan: Plan) -> str:
 def _explained(plan: Plan, site: Site, rewrite: Rewrite) -> Iterator[str]:
     """The rewrite's knobs at one site: the chosen values, then a line for each other value."""
     chosen = plan.config.knobs_at(site.name)
-    _, rejected = settings(plan.structure, plan.constraints, site, rewrite)
+    _, rejected = settings_at(plan.structure, plan.constraints, site, rewrite)
     yield f"{rewrite.name}: " + ", ".join(f"{knob.name}={chosen[knob.name]!r}" for knob in rewrite.knobs)
     for knob in rewrite.knobs:
         if not knob.active(chosen):
@@ -105,7 +106,7 @@ def _made_for(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "made for", (f"{len(tables)} tables, {len(plan.structure.features)} lookups, {rows:,} rows, {_size(nbytes)}; "
                        f"batch {plan.batch_size:,}; {' + '.join(plan.structure.optimizers)}")
     if plan.hardware:
-        yield "machine", _scalars(plan.hardware)
+        yield "machine", _scalars({name: plan.hardware[name] for name in _MACHINE if name in plan.hardware})
     yield "certificate", _scalars(plan.certificate) if plan.certificate else "none yet: sparselift verify makes one"
 
 
@@ -126,7 +127,7 @@ def _times(plan: Plan) -> Iterator[tuple[str, str]]:
 def _bound(plan: Plan) -> list[str]:
     """Constraints that ruled out a legal setting or a trial, each once."""
     found = [reason for site in plan.config.sites for rewrite in rewrites_at(site)
-             for each in settings(plan.structure, plan.constraints, site, rewrite)[1] if each.constraint
+             for each in settings_at(plan.structure, plan.constraints, site, rewrite)[1] if each.constraint
              for reason in [each.reason]]
     found += [trial.reason for trial in plan.evidence.trials if trial.state == "infeasible" and trial.reason]
     return list(dict.fromkeys(found))

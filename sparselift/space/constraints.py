@@ -115,8 +115,8 @@ class Rejection:
         return f"{self.site}: {chosen}: {self.reason}"
 
 
-def settings(structure: Structure, constraints: Constraints, site: Site,
-             rewrite: Rewrite) -> tuple[tuple[dict[str, Value], ...], tuple[Rejection, ...]]:
+def settings_at(structure: Structure, constraints: Constraints, site: Site,
+                rewrite: Rewrite) -> tuple[tuple[dict[str, Value], ...], tuple[Rejection, ...]]:
     """Every combination of a rewrite's own knobs at a site: the feasible ones, and the others with their reason."""
     kept: list[dict[str, Value]] = []
     rejected: list[Rejection] = []

@@ -20,7 +20,7 @@ from sparselift.space.config import (
     memory_bytes,
     rewrites_at,
 )
-from sparselift.space.constraints import Constraints, Rejection, constraint_problems, settings
+from sparselift.space.constraints import Constraints, Rejection, constraint_problems, settings_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class SearchSpace:
 
     def _settings_of(self, site: Site, rewrite: Rewrite) -> tuple[dict[str, Value], ...]:
         """Feasible settings. Raises InfeasibleError where pins leave none."""
-        kept, rejected = settings(self.graph.structure, self.constraints, site, rewrite)
+        kept, rejected = settings_at(self.graph.structure, self.constraints, site, rewrite)
         self.rejections += rejected
         pins = [f"{knob.name}={pinned!r}" for knob in rewrite.knobs
                 if (pinned := self.constraints.pinned(self.graph.structure, rewrite, knob, site)) is not None]
