@@ -7,10 +7,11 @@ Letters: B local batch, D dim, K ids of a feature, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from sparselift.errors import MissingExtraError
 from sparselift.stats import Sketch
 
 POOLINGS = ("sum", "mean", "none")
@@ -209,6 +210,28 @@ class Graph:
     frontends: Mapping[str, str] = field(default_factory=dict)  # what saw the step, or why not: {"record": "8 forwards", "fx": "..."}
     notes: Mapping[str, str] = field(default_factory=dict)      # remarks on what was lifted, by module or feature
 
+    def __str__(self) -> str:
+        """The graph for people: tables (those that look alike in one line, where there are many), the step, and what was refused."""
+        return "\n\n".join("\n".join(part) for part in (_header(self), _tables_text(self), _step_text(self), _refused_text(self)) if part)
+
+    def explain(self) -> str:
+        """Every embedding module: how it was lifted, or why not."""
+        lines = [line for feature in self.structure.features for line in _feature_text(self, feature)]
+        if self.refusals:
+            lines += ["", "not lifted:", *(f"  {refusal}" for refusal in self.refusals)]
+        lines += ["", "seen by:", *(f"  {name}: {what}" for name, what in self.frontends.items())]
+        return "\n".join(lines)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame of the nodes, one row each, with a column for every resource. Raises MissingExtraError without pandas."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtraError("Graph.to_pandas needs pandas: pip install 'sparselift[report]'") from error
+        return pd.DataFrame([{
+            "name": node.name, "op": node.op, "phase": node.phase, "inputs": ", ".join(node.inputs), "tables": ", ".join(node.tables),
+            "features": ", ".join(node.features), **asdict(node.resources), "rewrites": ", ".join(node.rewrites)} for node in self.nodes])
+
 
 def _named(items: tuple[Any, ...], name: str, kind: str) -> Any:
     for item in items:
@@ -227,3 +250,141 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+# Text.
+
+_MAX_TABLE_LINES = 40              # up to so many tables get a line each
+_MAX_REFUSAL_LINES = 12
+_OPS = {"lookup": "lookups", "concat": "concatenations", "dense": "dense part", "dense_backward": "dense part", "expand": "table gradients",
+        "coalesce": "duplicates summed", "update": "table updates", "dense_update": "dense updates"}
+
+
+def _header(graph: Graph) -> list[str]:
+    structure = graph.structure
+    rows, nbytes = sum(table.rows for table in structure.tables), sum(table.nbytes for table in structure.tables)
+    early = sum(feature.from_inputs for feature in structure.features)
+    lines = [f"{graph.workload}: {_count(len(structure.tables), 'table')}, {rows:,} rows, {_size(nbytes)}; batch {graph.batch_size:,}; "
+             f"{' and '.join(structure.optimizers)}",
+             f"{_count(len(structure.features), 'lookup')} a step, {early if early < len(structure.features) else 'all'} of them with ids "
+             f"from the arguments of the forward"]
+    for concat in structure.concats:
+        others = [part for part in concat.parts if isinstance(part, int)]
+        beside = f" beside {_count(len(others), 'other part')} ({sum(others)} columns)" if others else ""
+        lines.append(f"{concat.name} joins {_count(len(concat.features), 'lookup')}{beside}")
+    return lines
+
+
+def _tables_text(graph: Graph) -> list[str]:
+    groups: dict[Any, list[Table]] = {}
+    many = len(graph.structure.tables) > _MAX_TABLE_LINES
+    for table in graph.structure.tables:
+        groups.setdefault(_looks(graph, table) if many else table.name, []).append(table)
+    cells = [("table", "rows", "dim", "size", "pooling", "ids a bag", "ids a batch", "distinct", "update")]
+    cells += [_table_cells(graph, tables) for tables in groups.values()]
+    return _columns(cells, left=(0, 4, 8))
+
+
+def _looks(graph: Graph, table: Table) -> tuple[Any, ...]:
+    """Tables with equal looks share a line: same kind, rows within a factor of 8, ids a bag within 2, duplicates within a quarter."""
+    sketch = _table_sketch(graph, table)
+    poolings = {feature.pooling for feature in graph.structure.features_of(table.name)}
+    return (table.dim, table.dtype, table.sparse, table.optimizer, tuple(sorted(poolings)), table.rows.bit_length() // 3,
+            round(sketch.pooling).bit_length(), int(4 * sketch.duplicate_ratio))
+
+
+def _table_cells(graph: Graph, tables: list[Table]) -> tuple[str, ...]:
+    features = [feature for table in tables for feature in graph.structure.features_of(table.name)]
+    seen = [graph.sketches[feature.name] for feature in features if feature.name in graph.sketches]
+    ids = sum(sketch.lookups_per_batch for sketch in seen)
+    named = ids - sum(sketch.padding / sketch.batches for sketch in seen if sketch.batches)
+    name = tables[0].name if len(tables) == 1 else f"{tables[0].name} and {len(tables) - 1:,} like it"
+    pooling = "+".join(sorted({feature.pooling for feature in features})) + (" weighted" if any(f.weighted for f in features) else "")
+    return (name, _span([table.rows for table in tables]), str(tables[0].dim), _size(sum(table.nbytes for table in tables)),
+            pooling + (f" x{len(features)}" if len(features) > len(tables) else ""), _span([round(sketch.pooling, 1) for sketch in seen]),
+            f"{ids:,.0f}", f"{sum(sketch.unique_per_batch for sketch in seen) / named:.0%}" if named else "", _update_text(tables[0]))
+
+
+def _table_sketch(graph: Graph, table: Table) -> Sketch:
+    """Of all lookups into the table, each counted as a batch of its own."""
+    total = Sketch.empty()
+    for feature in graph.structure.features_of(table.name):
+        total = total.merge(graph.sketches.get(feature.name, Sketch.empty()))
+    return total
+
+
+def _update_text(table: Table) -> str:
+    if table.optimizer is None:
+        return "by no optimizer"
+    return f"{table.optimizer.kind}{'' if table.optimizer.fused_rule else ', native only'}{'' if table.sparse else ', dense gradient'}"
+
+
+def _step_text(graph: Graph) -> list[str]:
+    """One line for all nodes of a kind."""
+    kinds: dict[tuple[str, str], list[Resources]] = {}
+    for node in graph.nodes:
+        kinds.setdefault((node.phase, node.op), []).append(node.resources)
+    cells = [("a step", "", "calls", "read", "written", "FLOPs", "measured")]
+    phase = ""
+    for (here, op), found in kinds.items():
+        times = [each.time_s for each in found if each.time_s is not None]
+        traffic = [sum(each.read_bytes for each in found), sum(each.write_bytes for each in found)]
+        cells.append((here if here != phase else "", _OPS.get(op, op), f"{sum(each.launches for each in found):,}",
+                      *(_size(nbytes) if nbytes else "" for nbytes in traffic), _flops(sum(each.flops for each in found)),
+                      f"{sum(times) * 1e3:,.2f} ms" if times else ""))
+        phase = here
+    return _columns(cells, left=(0, 1))
+
+
+def _refused_text(graph: Graph) -> list[str]:
+    if not graph.refusals:
+        return []
+    shown = [f"  {refusal}" for refusal in graph.refusals[:_MAX_REFUSAL_LINES]]
+    rest = len(graph.refusals) - len(shown)
+    return ["not lifted:", *shown, *([f"  and {rest} more; explain() names them"] if rest else [])]
+
+
+def _feature_text(graph: Graph, feature: Feature) -> list[str]:
+    table = graph.structure.table(feature.table)
+    ids = f"{feature.index_dtype} ids {feature.indices or 'computed inside the model'}"
+    offsets = f", offsets {feature.offsets or 'computed inside the model'}" if feature.form == "offsets" else ""
+    weights = f", weights {feature.weights or 'computed inside the model'}" if feature.weighted else ""
+    pooling = "rows of" if feature.pooling == "none" else f"{feature.pooling} over bags of"
+    lines = [f"{feature.name}: lifted; {pooling} {table.name} ({table.rows:,} x {table.dim}); {ids}{offsets}{weights}"]
+    info = table.optimizer
+    if info is None:
+        lines.append("  no optimizer updates its table")
+    elif info.fused_rule is None:
+        lines.append(f"  its table is updated by torch's {info.kind}: {info.reason}")
+    lines += [f"  {note}" for name, note in graph.notes.items() if name in (feature.name, feature.module)]
+    return lines
+
+
+def _columns(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:
+    """Aligned text; the columns in `left` to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) if column in left else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values, default=0), max(values, default=0)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.1f} {unit}"
+    return f"{nbytes:,.0f} B"
+
+
+def _flops(count: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f}" if count else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -175,11 +175,12 @@ class _TouchedRows:
         if self.whole and self._clones is None:
             self._clones = [target.detach().clone() for target in self._targets]
         elif self._seen and not self.whole:
-            ids = torch.cat([ids.detach().flatten().long() for ids in self._seen.values()])
-            rows = torch.unique(ids.to(self._weight.device))
-            rows = rows[(rows >= 0) & (rows < len(self._weight))]  # a module may hash its ids first; what it looks up is seen too
-            if self._kept:
-                rows = rows[~torch.isin(rows, self.rows, assume_unique=True)]
+            fresh = torch.zeros(len(self._weight), dtype=torch.bool, device=self._weight.device)
+            for ids in self._seen.values():
+                fresh[_valid(ids.detach().flatten().long(), len(fresh)).to(fresh.device)] = True
+            for rows, _ in self._kept:
+                fresh[rows] = False
+            rows = fresh.nonzero()[:, 0]
             self._kept.append((rows, [target.detach()[rows] for target in self._targets]))
         self._seen = {}
 
@@ -189,6 +190,13 @@ class _TouchedRows:
         for rows, values in self._kept:  # after the clones, which may be younger
             for target, value in zip(self._targets, values, strict=True):
                 target.index_copy_(0, rows, value)
+
+
+def _valid(ids: Tensor, rows: int) -> Tensor:
+    """Ids within the table. A module may be given others and hash them; what it then looks up is seen as well."""
+    if ids.numel() and (ids.min() < 0 or ids.max() >= rows):
+        return ids[(ids >= 0) & (ids < rows)]
+    return ids
 
 
 class _WatchTables(TorchFunctionMode):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 _EXACT_LENGTH_BITS = 5             # bag lengths below 2**6 are counted one by one, longer ones in 32 bins an octave (3% wide)
 _HOT_STEP = 8                      # coverage is kept for the 1, 8, 64, 512 ... hottest rows
+_SCATTER_ROWS = 16                 # rows an id, up to which a pass over all rows is cheaper than sorting the ids
 
 # What counts as drift: relative for the pooling factor, absolute for shares. Wider than the noise of a few small batches.
 _POOLING_DRIFT = 0.2
@@ -200,7 +201,7 @@ def sketch(indices: Tensor | np.ndarray, bag_lengths: Tensor | np.ndarray, rows:
     if ids.size and not 0 <= id_min <= id_max < rows:
         raise ValueError(f"ids must be in [0, {rows}); got {id_min if id_min < 0 else id_max}")
     named = ids if padding_idx is None else ids[ids != padding_idx]
-    _, first_seen, counts = np.unique(named, return_index=True, return_counts=True)
+    first_seen, counts = _distinct(named, rows)
     lengths, bags = np.unique(_length_bins(bag_sizes), return_counts=True)
     return Sketch(
         rows, 1, bag_sizes.size, ids.size, int((bag_sizes == 0).sum()), ids.size - named.size, first_seen.size,
@@ -208,6 +209,18 @@ def sketch(indices: Tensor | np.ndarray, bag_lengths: Tensor | np.ndarray, rows:
         tuple(zip(lengths.tolist(), bags.tolist(), strict=True)),
         _unique_curve(named.size, first_seen), _hottest(counts),
     )
+
+
+def _distinct(ids: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(U,) ascending positions of every row's first id, and (U,) how often the rows occur, in some order."""
+    if rows > _SCATTER_ROWS * ids.size:
+        _, first_seen, counts = np.unique(ids, return_index=True, return_counts=True)
+        return np.sort(first_seen), counts
+    positions = np.arange(ids.size)
+    first = np.empty(rows, dtype=np.int64)
+    first[ids[::-1]] = positions[::-1]  # of several values for one row the last one stays, which is the first position
+    counts = np.bincount(ids, minlength=rows)
+    return positions[first[ids] == positions], counts[counts > 0]
 
 
 def _length_bins(lengths: np.ndarray) -> np.ndarray:
@@ -219,7 +232,7 @@ def _length_bins(lengths: np.ndarray) -> np.ndarray:
 def _unique_curve(num_ids: int, first_seen: np.ndarray) -> tuple[tuple[int, int], ...]:
     """U(n) at n = 2**k <= num_ids: the number of rows whose first lookup is among the first n."""
     points = 1 << np.arange(num_ids.bit_length())
-    return tuple((int(u), 1) for u in np.searchsorted(np.sort(first_seen), points))
+    return tuple((int(u), 1) for u in np.searchsorted(first_seen, points))
 
 
 def _hottest(counts: np.ndarray) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,7 +47,8 @@ def measure(work: Workload, modules: Mapping[str, EmbeddingModule], batch: Any) 
 
     Raises WorkloadError if the step gives no scalar loss.
     """
-    with FlopCounterMode(display=False) as flops, _Calls() as calls:
+    lookups = _Timed()
+    with lookups.hooks(modules), FlopCounterMode(display=False) as flops, _Calls(lookups) as calls:
         loss = work.step(work.model, batch)
         check_loss(work, loss)
         forward = flops.get_total_flops(), calls.count
@@ -86,12 +88,16 @@ def _drop_gradients(work: Workload) -> None:
 
 
 class _Calls(TorchDispatchMode):
-    """Counts operator calls that are no lookups."""
+    """Counts operator calls of the dense part: those outside of lookups and their autograd nodes, on strided tensors."""
 
-    count = 0
+    def __init__(self, lookups: _Timed) -> None:
+        super().__init__()
+        self.count = 0
+        self._lookups = lookups
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "embedding" not in func.name()
+        of_table = self._lookups.inside or any(isinstance(value, Tensor) and value.is_sparse for value in args)
+        self.count += not of_table and func is not torch.ops.aten.detach.default
         return func(*args, **(kwargs or {}))
 
 
@@ -102,6 +108,7 @@ class _Timed:
         self.seconds = self.dense_forward_s = self.dense_backward_s = 0.0
         self.lookup_s: dict[str, float] = defaultdict(float)
         self.lookup_backward_s: dict[str, float] = defaultdict(float)
+        self.inside = False
         self._started = 0.0
 
     @contextmanager
@@ -113,13 +120,16 @@ class _Timed:
             yield
 
     def _start(self, *_: Any) -> None:
+        self.inside = True
         self._started = time.perf_counter()
 
     def _stop_forward(self, path: str, module: nn.Module, args: Any, output: Tensor) -> None:
         self.lookup_s[path] += time.perf_counter() - self._started
+        self.inside = False
         if output.grad_fn is not None:
             output.grad_fn.register_prehook(self._start)
             output.grad_fn.register_hook(partial(self._stop_backward, path))
 
     def _stop_backward(self, path: str, *_: Any) -> None:
         self.lookup_backward_s[path] += time.perf_counter() - self._started
+        self.inside = False

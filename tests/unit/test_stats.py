@@ -1,6 +1,7 @@
 """Sketches: exact counts, merging, drift, JSON."""
 
 import json
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -24,6 +25,14 @@ def test_one_batch_is_counted_exactly():
     assert seen.coverage(1) == 0.5 and seen.coverage(7) == 0.5 and seen.coverage(8) == 1.0 and seen.coverage(0) == 0.0
     assert seen.lengths == ((0, 1), (1, 1), (3, 1), (4, 1))
     assert seen.pooling == 2.0 and seen.empty_share == 0.25 and seen.padding_share == 0.25
+
+
+@given(st.lists(st.integers(0, 30), max_size=60))
+def test_small_and_large_tables_are_counted_alike(ids):
+    small, large = (sketch(np.array(ids, dtype=np.int64), [len(ids)], rows) for rows in (31, 10**6))
+    assert replace(small, rows=10**6) == large
+    assert large.unique == len(set(ids))
+    assert large.unique_curve == tuple((len(set(ids[:1 << k])), 1) for k in range(len(ids).bit_length()))
 
 
 def test_quantiles_of_bag_lengths():
@@ -92,6 +101,7 @@ def test_the_unique_curve_is_an_average_over_batches_that_are_long_enough():
 @pytest.mark.parametrize(("ids", "lengths", "message"), [
     ([0, 1], [1], r"must add up to the number of ids \(2\); got 1"),
     ([0, 5], [2], r"must be in \[0, 5\); got 5"),
+    ([0, 1], [3, -1], r"must not be negative .* got -1"),
     ([-1, 0], [2], r"must be in \[0, 5\); got -1"),
 ])
 def test_impossible_batches_are_refused(ids, lengths, message):
