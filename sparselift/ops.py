@@ -133,7 +133,8 @@ class _Lookup(torch.autograd.Function):
         if torch.is_grad_enabled() or not torch._C._has_storage(grad) or hidden_values() or watched_operations():
             return None, None, None, None, *_grads_in_torch(ctx, batch, grad)
         if grad.stride(-1) != 1:
-            grad = grad.contiguous()
+            # A sum's gradient is expanded. contiguous() would leave one without elements as it is.
+            grad = grad.clone(memory_format=torch.contiguous_format)
         weight_grad = None
         if ctx.needs_input_grad[4]:
             weight_grad = lookup.sample_weight_grad(ctx.saved_tensors[1:], batch, grad)
