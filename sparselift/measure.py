@@ -1,0 +1,208 @@
+"""Which of two ways to run a training step is faster, and how sure that is.
+
+Both run in one process on the same batches, in blocks of steps in the order A B B A A B ..., so that whatever drifts (clock rates,
+neighbours, temperature) meets both alike and cancels in the ratio of a pair. The interval of the median ratio comes from order
+statistics: it assumes nothing about how times are distributed.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+from sparselift.plan import Interval
+
+_MAX_STEPS = 64                    # in a block
+
+
+class Candidate(Protocol):
+    """One way to run a training step."""
+
+    def enter(self) -> None:
+        """Make it the way that runs. Called when the other one ran before; not timed."""
+
+    def step(self, batch: Any) -> object:
+        """One whole training step, done when it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A candidate that shares nothing with the other: a function that runs one whole training step."""
+
+    run: Callable[[Any], object]
+
+    def enter(self) -> None:
+        return
+
+    def step(self, batch: Any) -> object:
+        return self.run(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Incumbent against candidate.
+
+    Attributes
+    ----------
+    speedup          the incumbent's time over the candidate's, median of the pairs: above 1 the candidate is faster
+    incumbent        seconds a step, median of the blocks
+    candidate        seconds a step, median of the blocks
+    confidence       that the interval of `speedup` covers the median: the one asked for, or less where there are too few pairs for it
+    pairs            pairs of blocks
+    steps_per_block  steps in each
+    pruned           stopped early: it could not reach what was asked of it
+    timed_s          in blocks
+    warmup_s         in steps that were not timed
+    total_s          altogether, switching included
+    """
+
+    speedup: Interval
+    incumbent: Interval
+    candidate: Interval
+    confidence: float
+    pairs: int
+    steps_per_block: int
+    pruned: bool
+    timed_s: float
+    warmup_s: float
+    total_s: float
+
+
+def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], *, clock: Callable[[], float] = time.perf_counter,
+            min_pairs: int = 6, max_pairs: int = 12, steps_per_block: int | None = None, block_s: float = 0.12, prune_below: float = 0.0,
+            prune_pairs: int = 3, confidence: float = 0.95, precision: float = 0.02, warmups: tuple[int, int] = (3, 3)) -> Comparison:
+    """Time two candidates against each other.
+
+    Parameters
+    ----------
+    batches          to rotate over; both see the same ones
+    clock            seconds, monotonic
+    min_pairs        6 is the fewest that give an interval of 95%
+    max_pairs        stop here, however wide the interval is
+    steps_per_block  None: as many as fill `block_s` seconds of the slower candidate, 64 at most
+    prune_below      after `prune_pairs` pairs, stop as soon as none of them reached this speed-up
+    precision        after `min_pairs` pairs, stop as soon as the interval's ends are this close to its middle, relative
+    warmups          steps of the incumbent and of the candidate before their first block (compilation, page faults, allocators); later
+                     one step follows every switch
+
+    Garbage collection is off meanwhile. What a step raises is passed on.
+
+    Raises
+    ------
+    ValueError   no batches, numbers of pairs and steps below 1, or a clock that stands still
+    """
+    if not batches:
+        raise ValueError("compare needs at least one batch; got none")
+    counts = {"min_pairs": min_pairs, "prune_pairs": prune_pairs, "steps_per_block": steps_per_block or 1, "warmups": min(warmups)}
+    if min(counts.values()) < 1 or steps_per_block == 0 or max_pairs < min_pairs:
+        raise ValueError(f"max_pairs must be at least min_pairs, and all counts at least 1; got {counts | {'max_pairs': max_pairs}}")
+    with _no_garbage_collection():
+        start = clock()
+        track = _Track((incumbent, candidate), batches, clock)
+        step_s = track.warm_up(warmups)
+        steps = steps_per_block or max(1, min(_MAX_STEPS, math.ceil(block_s / step_s)))
+        pruned = False
+        while len(track.log_ratios) < max_pairs and not pruned:
+            track.pair(steps)
+            done = len(track.log_ratios)
+            pruned = done >= prune_pairs and prune_below > 0 and max(track.log_ratios) < math.log(prune_below)
+            if done >= min_pairs and _half_width(track.log_ratios, confidence) <= math.log1p(precision):
+                break
+        total_s = clock() - start
+    low, mid, high, covered = median_interval(track.log_ratios, confidence)
+    return Comparison(
+        Interval(math.exp(mid), math.exp(low), math.exp(high)), track.step_s(0, steps, confidence), track.step_s(1, steps, confidence),
+        covered, len(track.log_ratios), steps, pruned, sum(map(sum, track.blocks_s)), track.warmup_s, total_s)
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float, float]:
+    """(low, median, high, coverage) of the median, distribution-free.
+
+    The interval is from the r-th smallest to the r-th largest value, with the largest r whose coverage 1 - 2 P(Bin(n, 1/2) < r)
+    reaches `confidence`; where none does, it is the whole range. Raises ValueError for no values.
+    """
+    if not values:
+        raise ValueError("the median of no values")
+    ordered = sorted(values)
+    count = len(ordered)
+    rank, tail = 1, 0.5 ** count                                       # tail = P(Bin < rank)
+    while rank < (count + 1) // 2:
+        more = tail + math.comb(count, rank) * 0.5 ** count
+        if 1 - 2 * more < confidence:
+            break
+        rank, tail = rank + 1, more
+    return ordered[rank - 1], median(ordered), ordered[count - rank], 1 - 2 * tail
+
+
+@dataclass(slots=True)
+class _Track:
+    """Runs blocks, and keeps what they took. 0 is the incumbent, 1 the candidate."""
+
+    candidates: tuple[Candidate, Candidate]
+    batches: Sequence[Any]
+    clock: Callable[[], float]
+    active: int = 0
+    warmup_s: float = 0.0
+    blocks_s: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    log_ratios: list[float] = field(default_factory=list)
+
+    def warm_up(self, warmups: tuple[int, int]) -> float:
+        """Enter both, the incumbent last. Returns how long a step of the slower one takes."""
+        return max(self._switch(which, warmups[which]) for which in (1, 0))
+
+    def pair(self, steps: int) -> None:
+        """One block each on the same batches. The one that is active begins, so that A B is followed by B A."""
+        first = len(self.log_ratios) * steps
+        chosen = [self.batches[(first + step) % len(self.batches)] for step in range(steps)]
+        for which in (self.active, 1 - self.active):
+            if which != self.active:
+                self._switch(which, 1)
+            begin = self.clock()
+            for batch in chosen:
+                self.candidates[which].step(batch)
+            self.blocks_s[which].append(self._since(begin))
+        self.log_ratios.append(math.log(self.blocks_s[0][-1] / self.blocks_s[1][-1]))
+
+    def step_s(self, which: int, steps: int, confidence: float) -> Interval:
+        low, mid, high, _ = median_interval([block / steps for block in self.blocks_s[which]], confidence)
+        return Interval(mid, low, high)
+
+    def _switch(self, which: int, warmups: int) -> float:
+        """Enter a candidate and run steps that are not timed. Returns what the last of them took."""
+        self.candidates[which].enter()
+        self.active = which
+        last_s = 0.0
+        for step in range(warmups):
+            begin = self.clock()
+            self.candidates[which].step(self.batches[-1 - step % len(self.batches)])
+            last_s = self._since(begin)
+            self.warmup_s += last_s
+        return last_s
+
+    def _since(self, begin: float) -> float:
+        took = self.clock() - begin
+        if not took > 0:
+            raise ValueError(f"the clock did not advance during a training step: {took} s")
+        return took
+
+
+def _half_width(values: Sequence[float], confidence: float) -> float:
+    low, mid, high, covered = median_interval(values, confidence)
+    return max(high - mid, mid - low) if covered >= confidence else math.inf
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
