@@ -15,7 +15,6 @@ from sparselift.memory import HugePages, set_huge_pages
 from sparselift.optim import fused_rule
 from sparselift.plan import Plan, check_fits
 from sparselift.runtime.executor import Runtime
-from sparselift.runtime.pending import settle
 from sparselift.runtime.step import FusedStep
 from sparselift.schedule import Schedule, build_schedule
 from sparselift.workload import Optimizers, as_tuple
@@ -111,7 +110,7 @@ class Applied:
         for name, owner in self.runtime.owners.items():
             weight = owner._parameters.get("weight")
             if weight is not None:
-                settle(weight, self.runtime.grads[name])
+                self.runtime.grads[name].settle(weight)
 
     def set_pages(self, on: bool) -> None:
         """Move the tables that the schedule wants in huge pages there, or back. Values and addresses stay."""

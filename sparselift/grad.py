@@ -11,8 +11,7 @@ once and keeps it; from then on the pending gradient is that tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,100 +24,104 @@ from sparselift.kernels.base import BagProgram, Segment
 aten = torch.ops.aten
 
 
-@dataclass(slots=True)
-class Pending:
-    """One backward's gradient of one table: lookups of `table` in `segment` of `program`, times `scale`."""
+class Arrival:
+    """The gradient of one backward of a program, for all its tables. `place` is each table's position by name."""
 
-    program: BagProgram
-    segment: Segment
-    table: int
-    scale: float = 1.0
+    __slots__ = ("program", "segment", "place")
 
-    def scaled_segment(self) -> Segment:
-        """The segment with the table's scale, as kernels take it. Raises RuntimeError if its gradient was written to since."""
+    def __init__(self, program: BagProgram, segment: Segment, place: Mapping[str, int]) -> None:
+        self.program, self.segment, self.place = program, segment, place
+
+    def scaled(self, table: int, scale: float) -> Segment:
+        """The segment as kernels take it, one table's gradient times `scale`. Raises RuntimeError if it was written to since."""
         self.segment.check_unchanged()
-        if self.scale == 1.0:
+        if scale == 1.0:
             return self.segment
         scales = [1.0] * len(self.program.tables)
-        scales[self.table] = self.scale
+        scales[table] = scale
         return Segment(self.segment.batch, self.segment.grad, scales)
 
 
 class GradState:
     """What a pending gradient stands for; shared by the aliases that `detach` hands out.
 
-    Either `value` is None and the gradient is the sum of `pending`, or `value` is the gradient and `pending` is empty.
+    Either `value` is None and the gradient is the sum of what arrived, each times its scale (1 if `scales` is None), or `value`
+    is the gradient and `arrived` is empty. Tables that got their gradients from the same backwards share one tuple.
     """
 
-    __slots__ = ("__weakref__", "pending", "shape", "sparse", "value")
+    __slots__ = ("table", "shape", "sparse", "arrived", "scales", "value", "__weakref__")
 
-    def __init__(self, shape: tuple[int, int], sparse: bool) -> None:
-        self.pending: list[Pending] = []
+    def __init__(self, table: str, shape: tuple[int, int], sparse: bool) -> None:
+        self.table, self.shape, self.sparse = table, shape, sparse
+        self.arrived: tuple[Arrival, ...] = ()
+        self.scales: tuple[float, ...] | None = None
         self.value: Tensor | None = None
-        self.shape = shape
-        self.sparse = sparse
 
     def clear(self) -> None:
-        self.pending = []
-        self.value = None
+        self.arrived, self.scales, self.value = (), None, None
 
-    def add(self, pending: Pending) -> None:
+    def add(self, arrival: Arrival) -> None:
         """Accumulate one backward's gradient, as AccumulateGrad does."""
         if self.value is None:
-            self.pending.append(pending)
+            self.arrived = (*self.arrived, arrival)
+            self.scales = self.scales and (*self.scales, 1.0)
         else:
-            self.value = self.value + native_grad([pending], self.shape, self.sparse)
+            self.value = self.value + self._native((arrival,), None)
 
     def tensor(self) -> Tensor:
         """The gradient as torch would hold it; not kept."""
-        return native_grad(self.pending, self.shape, self.sparse) if self.value is None else self.value
+        return self._native(self.arrived, self.scales) if self.value is None else self.value
 
     def keep(self) -> Tensor:
         """The gradient as torch would hold it; what is written to it is the gradient from now on."""
         if self.value is None:
-            self.value = native_grad(self.pending, self.shape, self.sparse)
-            self.pending = []
+            self.value = self.tensor()
+            self.arrived, self.scales = (), None
         return self.value
+
+    def scale(self, factor: float) -> bool:
+        """Multiply by `factor` without computing anything. False if that would round differently from torch."""
+        if self.value is not None or self.scales is not None:
+            return False
+        self.scales = (factor,) * len(self.arrived)
+        return True
 
     def coalesced_values(self) -> Tensor:
         """(U, D) gradient rows, each row of the table at most once; or the whole dense gradient."""
         if self.value is not None:
             return self.value.coalesce().values() if self.value.is_sparse else self.value
-        return coalesced(self.pending)[1] if self.pending else torch.zeros(0, self.shape[1])
+        return self._coalesced(self.arrived, self.scales)[1]
 
-    def scale(self, factor: float) -> bool:
-        """Multiply by `factor` without computing anything. False if that would round differently from torch."""
-        if self.value is not None or any(p.scale != 1.0 for p in self.pending):
-            return False
-        self.pending = [Pending(p.program, p.segment, p.table, factor) for p in self.pending]
-        return True
+    def _segments(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> list[Segment]:
+        return [a.scaled(a.place[self.table], scale) for a, scale in zip(arrived, scales or (1.0,) * len(arrived))]
 
+    def _coalesced(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> tuple[Tensor, Tensor]:
+        """(U,) int64 rows, ascending, and (U, D) sums."""
+        if not arrived:
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.shape[1])
+        program = arrived[0].program
+        if all(a.program is program for a in arrived):
+            return program.coalesced_grad(arrived[0].place[self.table], self._segments(arrived, scales))
+        grad = self._expanded(arrived, scales).coalesce()
+        return grad.indices()[0], grad.values()
 
-def coalesced(pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:
-    """(U,) int64 rows, ascending, and (U, D) sums of the pending gradients, one or many programs."""
-    program, table = pending[0].program, pending[0].table
-    if all(p.program is program for p in pending):
-        return program.coalesced_grad(table, [p.scaled_segment() for p in pending])
-    shape = (program.tables[table].rows, program.tables[table].dim)
-    grad = native_grad(pending, shape, sparse=True).coalesce()
-    return grad.indices()[0], grad.values()
+    def _expanded(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
+        """COO, uncoalesced, a row a lookup, in torch's order."""
+        rows, values = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, self.shape[1])]
+        for arrival, segment in zip(arrived, self._segments(arrived, scales)):
+            ids, grads = arrival.program.expanded_grad(arrival.place[self.table], [segment])
+            rows.append(ids)
+            values.append(grads)
+        return torch.sparse_coo_tensor(torch.cat(rows)[None], torch.cat(values), self.shape, check_invariants=False)
 
-
-def native_grad(pending: Sequence[Pending], shape: tuple[int, int], sparse: bool) -> Tensor:
-    """The gradient that torch's autograd would have accumulated.
-
-    Sparse: COO, uncoalesced, a row a lookup, in torch's order. Dense: (R, D).
-    """
-    if not sparse:
-        dense = torch.zeros(shape)
-        if pending:
-            rows, values = coalesced(pending)
-            dense[rows] = values
+    def _native(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
+        """The gradient that torch's autograd would have accumulated: COO if sparse, else (R, D)."""
+        if self.sparse:
+            return self._expanded(arrived, scales)
+        rows, values = self._coalesced(arrived, scales)
+        dense = torch.zeros(self.shape)
+        dense[rows] = values
         return dense
-    parts = [p.program.expanded_grad(p.table, [p.scaled_segment()]) for p in pending]
-    rows = torch.cat([ids for ids, _ in parts]) if parts else torch.zeros(0, dtype=torch.int64)
-    values = torch.cat([grads for _, grads in parts]) if parts else torch.zeros(0, shape[1])
-    return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)
 
 
 class PendingGrad(Tensor):

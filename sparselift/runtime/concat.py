@@ -36,7 +36,7 @@ class ConcatBuffer:
         for place, piece in enumerate(pieces):
             if self.is_lookup[place]:
                 piece.__class__ = PooledSlice
-                piece._buffer, piece._place = self, place   
+                piece._buffer, piece._place = self, place
         return list(pieces)
 
     def joined(self, parts: Sequence[Any]) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sparselift.ir import Concat, Feature, Structure, Table
 from sparselift.runtime.groups import LookupGroup
 from sparselift.runtime.inputs import same_tensor
-from sparselift.runtime.pending import TableGrad
+from sparselift.runtime.pending import TableGrad, release
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
 log = logging.getLogger("sparselift")
@@ -34,7 +34,7 @@ class Served(NamedTuple):
     offsets: Tensor | None
     sample_weights: Tensor | None
     weight: Tensor
-    versions: tuple[int, ...]      # of ids, offsets, per-sample weights and weight
+    versions: tuple[int, ...]      # of those four
     grad_mode: bool
     output: Tensor
 
@@ -56,7 +56,7 @@ class Runtime:
         self.preludes = [Prelude(self, group) for group in schedule.groups if group.prelude]
 
     def _make_grads(self) -> None:
-        self.grads = {name: TableGrad((table.rows, table.dim), table.sparse) for name, table in self.tables.items()}
+        self.grads = {name: TableGrad(table) for name, table in self.tables.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "grads"}
@@ -72,11 +72,8 @@ class Runtime:
 
     def weights(self, tables: Sequence[Table]) -> list[Tensor] | None:
         """The tables' parameters, or None if a fused lookup must not read one of them."""
-        found = [self.owners[table.name]._parameters.get("weight") for table in tables]
-        for weight in found:
-            if type(weight) is not nn.Parameter or weight._backward_hooks or weight._post_accumulate_grad_hooks:
-                return None
-        return found                                          # type: ignore[return-value]
+        found: list[Any] = [self.owners[table.name]._parameters.get("weight") for table in tables]
+        return found if _are_plain(found) else None
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root forward's pre-hook."""
@@ -98,6 +95,14 @@ class Runtime:
             log.info("lookup %s: %s", feature, why)
 
 
+def _are_plain(weights: Sequence[Any]) -> bool:
+    """Whether these are parameters whose gradient nobody watches: a hook must see it arrive, so torch has to carry it."""
+    for weight in weights:
+        if type(weight) is not nn.Parameter or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            return False
+    return True
+
+
 class Prelude:
     """One group that runs before the root forward."""
 
@@ -117,8 +122,7 @@ class Prelude:
         if weights is None:
             return
         grads = [runtime.grads[table.name] for table in group.tables]
-        if weights[0].grad is None:
-            _release(weights, grads)
+        release(weights, grads)
         try:
             indices, offsets, sample_weights = group.fetch(args, kwargs)
             outputs = group.run(weights, grads, indices, offsets, sample_weights)
@@ -127,16 +131,11 @@ class Prelude:
             # what they are really given, decide and raise.
             runtime.aside(group.features[0].name, f"the prelude could not use the arguments of the forward: {reason}")
             return
-        grad_mode = torch.is_grad_enabled()
+        grad_mode, table_of = torch.is_grad_enabled(), group.table_of
         for place, forward in enumerate(self.forwards):
-            ids, bags, factors, weight = indices[place], offsets[place], sample_weights[place], weights[group.table_of[place]]
-            forward.served.append(Served(ids, bags, factors, weight, _versions(ids, bags, factors, weight), grad_mode, outputs[place]))
-
-
-def _release(weights: Sequence[Tensor], grads: Sequence[TableGrad]) -> None:
-    for weight, grad in zip(weights, grads):
-        if weight.grad is None:
-            grad.release()
+            ids, bags, factors, weight = indices[place], offsets[place], sample_weights[place], weights[table_of[place]]
+            versions = _versions(ids, bags, factors, weight)
+            forward.served.append(Served(ids, bags, factors, weight, versions, grad_mode, outputs[place]))
 
 
 def _versions(ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, weight: Tensor) -> tuple[int, ...]:
@@ -153,6 +152,7 @@ class LiftedForward:
 
     def __init__(self, runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> None:
         self.runtime, self.module, self.features = runtime, module, tuple(features)
+        self.parameters = module._parameters
         self.in_prelude = False
         self.served: list[Served] = []
         self.alone: dict[tuple[str, bool], LookupGroup] = {}  # by form and whether weighted
@@ -163,15 +163,13 @@ class LiftedForward:
     def take(self, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
         """The prelude's result for these very tensors, unchanged since; each result is handed out once."""
         for place, s in enumerate(self.served):
-            if (ids is s.indices or same_tensor(ids, s.indices)) and (offsets is s.offsets or same_tensor(offsets, s.offsets)) \
-                    and (sample_weights is s.sample_weights or same_tensor(sample_weights, s.sample_weights)):
-                weight = self.module._parameters.get("weight")
-                if weight is not s.weight or s.versions != _versions(ids, offsets, sample_weights, weight):
-                    continue
-                if s.grad_mode is not torch.is_grad_enabled():
-                    continue
+            seen_ids, seen_offsets, seen_factors, weight, versions, grad_mode, output = s
+            if ((ids is seen_ids or same_tensor(ids, seen_ids)) and (offsets is seen_offsets or same_tensor(offsets, seen_offsets))
+                    and (sample_weights is seen_factors or same_tensor(sample_weights, seen_factors))
+                    and self.parameters.get("weight") is weight and versions == _versions(ids, offsets, sample_weights, weight)
+                    and grad_mode is torch.is_grad_enabled()):
                 del self.served[place]
-                return s.output
+                return output
         return None
 
     def by_itself(self, form: str, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
@@ -182,7 +180,7 @@ class LiftedForward:
             return None
         table = runtime.tables[feature.table]
         weights = runtime.weights([table])
-        if weights is None or weights[0] is not self.module._parameters.get("weight") \
+        if weights is None or weights[0] is not self.parameters.get("weight") \
                 or weights[0].dtype != torch.float32 or weights[0].shape != (table.rows, table.dim) or not weights[0].is_cpu:
             runtime.aside(feature.name, f"torch's forward ran: {ODD_WEIGHT}")
             return None

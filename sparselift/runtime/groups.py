@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from sparselift.errors import LiftRefused
-from sparselift.grad import Pending
+from sparselift.grad import Arrival
 from sparselift.ir import Concat, Feature, Table
 from sparselift.kernels import get_backend
 from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableKnobs, TableSpec
 from sparselift.memory import OutputRing
 from sparselift.runtime.concat import ConcatBuffer
 from sparselift.runtime.inputs import Fetch, compile_fetch
-from sparselift.runtime.pending import TableGrad
+from sparselift.runtime.pending import TableGrad, accumulate
 from sparselift.schedule import TableSchedule
 
 
@@ -37,7 +37,8 @@ class LookupGroup:
         self.knobs = dict(knobs)
         self.backend = backend
         names = [table.name for table in tables]
-        self.table_of = tuple(names.index(feature.table) for feature in features)
+        self.place = {name: position for position, name in enumerate(names)}
+        self.table_of = tuple(self.place[feature.table] for feature in features)
         self.widths = self._widths()
         self.is_lookup = () if concat is None else tuple(isinstance(part, str) for part in concat.parts)
         self.is_flat = all(feature.form == "offsets" for feature in features)
@@ -176,12 +177,8 @@ class LookupCall:
     def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""
         grad = self._arranged(grads)
-        program = self.group.program
-        segment = Segment.arrived(self.batch, grad)
-        reached = self._reached(grad)
-        for t in self.trainable:
-            if t in reached:
-                self.grads[t].accumulate(self.weights[t], Pending(program, segment, t))
+        arrival = Arrival(self.group.program, Segment.arrived(self.batch, grad), self.group.place)
+        accumulate([(self.weights[t], self.grads[t]) for t in self._reached(grad)], arrival)
         return [self._sample_weight_grad(f, grad) for f in self.weighted]
 
     def _arranged(self, grads: Sequence[Tensor | None]) -> Tensor | list[Tensor | None]:
@@ -190,10 +187,12 @@ class LookupCall:
             return _rows(grads[0], sum(self.group.widths))
         return [None if grad is None else _rows(grad, width) for grad, width in zip(grads, self.group.widths)]
 
-    def _reached(self, grad: Tensor | Sequence[Tensor | None]) -> range | set[int]:
+    def _reached(self, grad: Tensor | Sequence[Tensor | None]) -> Sequence[int]:
+        """The trainable tables that a gradient arrived at."""
         if isinstance(grad, Tensor):
-            return range(len(self.weights))
-        return {t for t, g in zip(self.group.table_of, grad) if g is not None}
+            return self.trainable
+        reached = {t for t, g in zip(self.group.table_of, grad) if g is not None}
+        return [t for t in self.trainable if t in reached]
 
     def _sample_weight_grad(self, feature: int, grad: Tensor | Sequence[Tensor | None]) -> Tensor | None:
         if isinstance(grad, Tensor):

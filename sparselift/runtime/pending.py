@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from collections.abc import Iterable
+from sys import getrefcount
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparselift.grad import GradState, Pending, PendingGrad
+from sparselift.grad import Arrival, GradState, PendingGrad
+from sparselift.ir import Table
 
 
 class TableGrad:
@@ -17,49 +18,50 @@ class TableGrad:
     the rest of the backward. One that somebody else holds (logged, say) is left to them, and a new one made.
     """
 
-    __slots__ = ("handle", "shape", "sparse")
+    __slots__ = ("handle", "state")
 
-    def __init__(self, shape: tuple[int, int], sparse: bool) -> None:
-        self.shape, self.sparse = shape, sparse
-        self.handle = PendingGrad(GradState(shape, sparse))
+    def __init__(self, table: Table) -> None:
+        self.state = GradState(table.name, (table.rows, table.dim), table.sparse)
+        self.handle = PendingGrad(self.state)
 
-    def accumulate(self, weight: Tensor, pending: Pending) -> None:
-        """Add one backward's gradient to `weight.grad`, as AccumulateGrad does."""
+    def is_held(self) -> bool:
+        """Whether anybody but us refers to the gradient while it is attached nowhere."""
+        # Ours are the slot and getrefcount's argument; of the state, also the handle's.
+        return getrefcount(self.handle) > 2 or getrefcount(self.state) > 3
+
+    def renew(self) -> None:
+        """Leave the gradient to whoever holds it."""
+        old = self.state
+        self.state = GradState(old.table, old.shape, old.sparse)
+        self.handle = PendingGrad(self.state)
+
+    def settle(self, weight: Tensor) -> None:
+        """Replace our pending gradient by the tensor that torch would have there."""
+        if weight.grad is self.handle:
+            weight.grad = self.state.keep()
+
+
+def accumulate(reached: Iterable[tuple[Tensor, TableGrad]], arrival: Arrival) -> None:
+    """Add one backward's gradient to `.grad` of every reached table, as AccumulateGrad does."""
+    alone = (arrival,)
+    for weight, table in reached:
         grad = weight.grad
-        if grad is self.handle:
-            self.handle._state.add(pending)
-        elif grad is None:
-            self._renew()
-            self.handle._state.pending.append(pending)
-            weight.grad = self.handle
+        if grad is None:
+            if getrefcount(table.handle) > 2 or getrefcount(table.state) > 3:
+                table.renew()
+            state = table.state
+            state.arrived, state.scales, state.value = alone, None, None
+            weight.grad = table.handle
+        elif grad is table.handle:
+            table.state.add(arrival)
         else:
-            extra = GradState(self.shape, self.sparse)
-            extra.add(pending)
+            extra = GradState(table.state.table, table.state.shape, table.state.sparse)
+            extra.add(arrival)
             weight.grad = grad + extra.tensor()
 
-    def release(self) -> None:
-        """Let go of the buffers of a gradient that is attached nowhere."""
-        state = self.handle._state
-        if (state.pending or state.value is not None) and not self._is_held():
-            state.clear()
 
-    def _renew(self) -> None:
-        if self._is_held():
-            self.handle = PendingGrad(GradState(self.shape, self.sparse))
-        else:
-            self.handle._state.clear()
-
-    def _is_held(self) -> bool:
-        # Our own references: the slot of this object and getrefcount's argument; of the state: the handle's and the argument.
-        return sys.getrefcount(self.handle) > 2 or sys.getrefcount(self.handle._state) > 2
-
-
-def settle(weight: nn.Parameter, table_grad: TableGrad) -> None:
-    """Replace our pending gradient by the tensor that torch would have there."""
-    if weight.grad is table_grad.handle:
-        weight.grad = table_grad.handle._state.keep()
-
-
-def is_pending(grad: Any) -> bool:
-    """Whether a gradient still consists of lookups alone, so that the fused update can take it."""
-    return type(grad) is PendingGrad and grad._state.value is None
+def release(weights: Iterable[Tensor], tables: Iterable[TableGrad]) -> None:
+    """Let go of the buffers of gradients that are attached nowhere."""
+    for weight, table in zip(weights, tables):
+        if table.state.arrived and weight.grad is None and not table.is_held():
+            table.state.clear()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparselift.grad import GradState, Pending, PendingGrad
+from sparselift.grad import GradState, PendingGrad
 from sparselift.ir import Table
 from sparselift.kernels.base import Segment, UpdateRule
 from sparselift.optim import fused_rule, update_rule
@@ -22,10 +22,10 @@ from sparselift.runtime.executor import Runtime
 class _Update(NamedTuple):
     """One table that the kernels are to update."""
 
-    pending: list[Pending]         # all of one program
     weight: Tensor
-    state: dict[str, Any]          # of the optimizer; empty for SGD
+    grad: GradState
     rule: UpdateRule
+    sums: Tensor | None            # Adagrad's
 
 
 class FusedStep:
@@ -37,21 +37,24 @@ class FusedStep:
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step pre-hook. A closure runs first, since it computes the gradients that are to be applied."""
-        self.restore()
+        if self.hidden:
+            self.restore()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (args[0],), {**kwargs, "closure": _Constant(loss)}
-        with torch.no_grad():
-            updates = self._split(optimizer)
-            for batch in _by_program(updates):
-                _run(self.runtime, batch)
-            steps = [update.state["step"] for update in updates if update.state]
-            if steps:
-                torch._foreach_add_(steps, 1)
-            if updates:
-                torch.autograd.graph.increment_version([update.weight for update in updates])
+        updates: list[_Update] = []
+        counters: list[Tensor] = []
+        for group in optimizer.param_groups:
+            self._split(optimizer, group, updates, counters)
+        if updates:
+            with torch.no_grad():
+                for batch in _by_arrivals(updates):
+                    _run(self.runtime, batch)
+                if counters:
+                    torch._foreach_add_(counters, 1)
+            torch.autograd.graph.increment_version([update.weight for update in updates])
         return (args, kwargs) if closure is not None else None
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -64,30 +67,35 @@ class FusedStep:
             weight.grad = grad
         self.hidden.clear()
 
-    def _split(self, optimizer: torch.optim.Optimizer) -> list[_Update]:
-        """Hide the pending gradients of this optimizer's tables; give torch's loop real ones where it must update them itself."""
-        runtime, updates = self.runtime, []
-        tables = {id(owner._parameters["weight"]): runtime.tables[name] for name, owner in runtime.owners.items()}
-        for group in optimizer.param_groups:
-            rules: dict[bool, tuple[str | None, str]] = {}
-            for weight in group["params"]:
-                table = tables.get(id(weight))
-                if table is None or type(grad := weight.grad) is not PendingGrad:
-                    continue
-                if table.sparse not in rules:
-                    rules[table.sparse] = fused_rule(optimizer, group, table.sparse)
-                rule, reason = rules[table.sparse]
-                state = optimizer.state.get(weight, {}) if rule != "sgd" else {}
-                if rule is not None:
-                    reason = self._obstacle(table, grad._state) or _state_obstacle(rule, state, weight)
-                self.hidden.append((weight, grad))
-                if rule is None or reason:
-                    weight.grad = grad._state.tensor()
-                    runtime.updates[table.name, f"torch's optimizer: {reason}"] += 1
-                else:
-                    weight.grad = None
-                    updates.append(_Update(grad._state.pending, weight, state, update_rule(rule, group, state)))
-        return updates
+    def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], updates: list[_Update], counters: list[Tensor]) -> None:
+        """Hide the pending gradients of a param group's tables; give torch's loop real ones where it must update them itself."""
+        rules: dict[bool, tuple[str | None, str]] = {}
+        shared: UpdateRule | None = None
+        for weight in group["params"]:
+            grad = weight.grad
+            if type(grad) is not PendingGrad:
+                continue
+            state = grad._state
+            table = self.runtime.tables.get(state.table)
+            if table is None:                                  # a lifted gradient of another model; torch materialises it
+                continue
+            if state.sparse not in rules:
+                rules[state.sparse] = fused_rule(optimizer, group, state.sparse)
+            rule, reason = rules[state.sparse]
+            own = optimizer.state.get(weight, {}) if rule not in (None, "sgd") else {}
+            if rule is not None:
+                reason = self._obstacle(table, state) or _state_obstacle(rule, own, weight)
+            self.hidden.append((weight, grad))
+            if rule is None or reason:
+                weight.grad = state.tensor()
+                self.runtime.updates[table.name, f"torch's optimizer: {reason}"] += 1
+                continue
+            weight.grad = None
+            if shared is None or group.get("lr_decay") or shared.kind != rule:
+                shared = update_rule(rule, group, own)
+            updates.append(_Update(weight, state, shared, own.get("sum")))
+            if own:
+                counters.append(own["step"])
 
     def _obstacle(self, table: Table, state: GradState) -> str:
         """Why the kernels may not take a table's gradient; empty if they may."""
@@ -95,7 +103,7 @@ class FusedStep:
             return "the plan chose it"
         if state.value is not None:
             return "the gradient was read or written as a tensor"
-        if len(state.pending) > 1 and any(p.program is not state.pending[0].program for p in state.pending):
+        if len(state.arrived) > 1 and any(a.program is not state.arrived[0].program for a in state.arrived):
             return "lookups of the table ran in several groups"
         return ""
 
@@ -110,37 +118,45 @@ def _state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
     return ""
 
 
-def _by_program(updates: Sequence[_Update]) -> list[list[_Update]]:
+def _by_arrivals(updates: Sequence[_Update]) -> list[list[_Update]]:
     """Tables whose gradients consist of the same backwards of one program, and so go into one kernel call."""
+    first = updates[0].grad.arrived
+    if first and all([update.grad.arrived is first for update in updates]):
+        return [list(updates)]
     batches: dict[tuple[int, ...], list[_Update]] = {}
     for update in updates:
-        if update.pending:                                    # a zeroed gradient moves nothing
-            batches.setdefault(tuple([id(p.segment) for p in update.pending]), []).append(update)
+        if update.grad.arrived:                               # a zeroed gradient moves nothing
+            batches.setdefault(tuple(map(id, update.grad.arrived)), []).append(update)
     return list(batches.values())
 
 
 def _run(runtime: Runtime, updates: Sequence[_Update]) -> None:
     """Update the tables of one program. Those that are not in `updates` are passed without a rule."""
-    program = updates[0].pending[0].program
-    weights: list[Tensor] = [runtime.owners[spec.name]._parameters["weight"] for spec in program.tables]  # type: ignore[misc]
-    states: list[Tensor | None] = [None] * len(weights)
-    rules: list[UpdateRule | None] = [None] * len(weights)
+    arrived = updates[0].grad.arrived
+    program, place = arrived[0].program, arrived[0].place
+    weights: list[Any] = [None] * len(place)
+    states: list[Tensor | None] = [None] * len(place)
+    rules: list[UpdateRule | None] = [None] * len(place)
     for update in updates:
-        place = update.pending[0].table
-        rules[place] = update.rule
-        states[place] = update.state.get("sum")
-    program.update(weights, states, rules, [_segment(updates, i) for i in range(len(updates[0].pending))])
+        position = place[update.grad.table]
+        weights[position], states[position], rules[position] = update.weight, update.sums, update.rule
+    if len(updates) < len(place):
+        for name, position in place.items():
+            if weights[position] is None:
+                weights[position] = runtime.owners[name]._parameters["weight"]
+    program.update(weights, states, rules, [_segment(updates, i) for i in range(len(arrived))])
 
 
 def _segment(updates: Sequence[_Update], position: int) -> Segment:
-    segment = updates[0].pending[position].segment
-    segment.check_unchanged()
-    if all(update.pending[position].scale == 1.0 for update in updates):
-        return segment
-    scales = [1.0] * len(updates[0].pending[position].program.tables)
+    arrival = updates[0].grad.arrived[position]
+    arrival.segment.check_unchanged()
+    if all([update.grad.scales is None for update in updates]):
+        return arrival.segment
+    scales = [1.0] * len(arrival.place)
     for update in updates:
-        scales[update.pending[position].table] = update.pending[position].scale
-    return Segment(segment.batch, segment.grad, scales)
+        if update.grad.scales is not None:
+            scales[arrival.place[update.grad.table]] = update.grad.scales[position]
+    return Segment(arrival.segment.batch, arrival.segment.grad, scales)
 
 
 class _Constant:
