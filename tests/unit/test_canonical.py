@@ -91,6 +91,14 @@ def test_write_replaces_whole_files_and_leaves_nothing_behind(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["file.json"]
 
 
+def test_whoever_has_the_file_open_keeps_reading_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    canonical.write_atomic(path, "old")
+    with open(path) as reader:
+        canonical.write_atomic(path, "new")
+        assert reader.read() == "old"
+
+
 def test_write_follows_links(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -30,6 +30,13 @@ def test_measured_nodes_take_their_measured_time() -> None:
         assert (cost.node_s["dense"], cost.node_s["dense_backward"]) == (1e-3, 2e-3)
 
 
+def test_a_node_that_a_rewrite_changed_is_predicted_anew() -> None:
+    nodes = tuple(replace(n, resources=replace(n.resources, time_s=5.0)) if n.name == "lookup:big" else n for n in G.nodes)
+    g = replace(G, nodes=nodes)
+    assert predict(g, SPACE.native, MACHINE).node_s["lookup:big"] == 5.0
+    assert predict(g, SPACE.default, MACHINE).node_s["lookup:big"] == predict(G, SPACE.default, MACHINE).node_s["lookup:big"]
+
+
 def test_large_tables_read_rows_at_the_rate_of_random_access() -> None:
     cost = predict(G, Config.native(), MACHINE)
     traffic = next(node.resources.traffic_bytes for node in G.nodes if node.name == "lookup:big")

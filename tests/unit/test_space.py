@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparselift.errors import InfeasibleError
-from sparselift.ir import Graph
-from sparselift.rewrites import CATALOG, EQUIVALENCES, Value, same
+from sparselift.ir import Graph, Structure
+from sparselift.rewrites import CATALOG, EQUIVALENCES, Site, Value, same
+from sparselift.rewrites.prefetch import Prefetch
 from sparselift.space import (
     ClassConfig,
     Config,
@@ -125,6 +127,26 @@ def test_constraints_survive_a_round_trip() -> None:
     assert hash(Constraints.from_dict(constraints.to_dict())) == hash(constraints)
     with pytest.raises(ValueError, match="constraints has the unknown field 'memory'"):
         Constraints.from_dict({**constraints.to_dict(), "memory": 1})
+
+
+class Lossy(Prefetch):
+    """A rewrite of a class that the catalog does not have yet."""
+
+    def equivalence(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str:
+        return "lossy" if self.applied(knobs) else "bitwise"
+
+
+def test_lossy_rewrites_need_consent_by_name() -> None:
+    g = small_graph()
+    site = Site("all", size_classes(g))
+
+    def objection(constraints: Constraints, distance: int) -> str | None:
+        return constraints.objection(g.structure, Lossy(), site, {"prefetch": distance})
+
+    assert objection(Constraints(), 0) is None
+    assert "this is lossy" in (objection(Constraints(lossy_consent=("prefetch",)), 8) or "")
+    assert "lossy_consent does not name it" in (objection(Constraints(equivalence="lossy"), 8) or "")
+    assert objection(Constraints(equivalence="lossy", lossy_consent=("prefetch",)), 8) is None
 
 
 # configs
