@@ -24,7 +24,10 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     }
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
 GENERAL = ["csrc/api/status.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("forward", "pool", "prepare", "program", "threads", "update"))]
-KERNEL_SOURCES = {"sparselift.kernels._cpu": [*GENERAL, *ISA_FLAGS]}
+KERNEL_SOURCES = {
+    "sparselift._memory": ["csrc/cpu/huge_pages.cpp", "csrc/cpu/pool.cpp", "csrc/cpu/ring.cpp"],
+    "sparselift.kernels._cpu": [*GENERAL, *ISA_FLAGS],
+}
 
 
 class BuildKernels(build_ext):
@@ -44,7 +47,8 @@ class BuildKernels(build_ext):
 
 def extension(name: str) -> Extension:
     declarations = [*glob("sparselift/*.pxd"), *glob("sparselift/kernels/*.pxd")]
-    return Extension(name, [f"{name.replace('.', '/')}.pyx"], include_dirs=["csrc"], depends=[*HEADERS, *declarations, *KERNEL_SOURCES[name]])
+    return Extension(name, [f"{name.replace('.', '/')}.pyx"], include_dirs=["csrc"],
+                     depends=[*HEADERS, *declarations, *KERNEL_SOURCES[name]])
 
 
 setup(
