@@ -280,7 +280,7 @@ def _tables_text(graph: Graph) -> list[str]:
     many = len(graph.structure.tables) > _MAX_TABLE_LINES
     for table in graph.structure.tables:
         groups.setdefault(_looks(graph, table) if many else table.name, []).append(table)
-    cells = [("table", "rows", "dim", "size", "pooling", "ids a bag", "ids a batch", "distinct", "update")]
+    cells: list[tuple[str, ...]] = [("table", "rows", "dim", "size", "pooling", "ids a bag", "ids a batch", "distinct", "update")]
     cells += [_table_cells(graph, tables) for tables in groups.values()]
     return _columns(cells, left=(0, 4, 8))
 
@@ -324,7 +324,7 @@ def _step_text(graph: Graph) -> list[str]:
     kinds: dict[tuple[str, str], list[Resources]] = {}
     for node in graph.nodes:
         kinds.setdefault((node.phase, node.op), []).append(node.resources)
-    cells = [("a step", "", "calls", "read", "written", "FLOPs", "measured")]
+    cells: list[tuple[str, ...]] = [("a step", "", "calls", "read", "written", "FLOPs", "measured")]
     phase = ""
     for (here, op), found in kinds.items():
         times = [each.time_s for each in found if each.time_s is not None]

@@ -82,7 +82,7 @@ def _fit(work: Workload, found: Survey, recording: Recording) -> tuple[dict[str,
         del modules[refusal.where]
         refusals.append(refusal)
     drop_sharers(modules, refusals, work.model)
-    owned = {weight for module in work.model.modules() if is_embedding(module) for weight in module.parameters(recurse=False)}
+    owned = {weight for module in work.model.modules() if is_embedding(module) for weight in module.parameters()}
     names: dict[Tensor, str] = {weight: name for name, weight in work.model.named_parameters() if weight not in owned}
     refusals += [Refusal(names[weight], f"is looked up by {function}, without an embedding module", "use torch.nn.EmbeddingBag")
                  for weight, function in recording.functional.items() if weight in names]
