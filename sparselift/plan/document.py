@@ -11,11 +11,14 @@ from typing import Any
 
 from sparselift import canonical
 from sparselift.errors import PlanError
+from sparselift.hardware import hardware
 from sparselift.ir import POOLINGS, Graph, Structure
+from sparselift.lift import lift
 from sparselift.plan.evidence import Evidence
 from sparselift.plan.show import show
 from sparselift.space import Config, Constraints, SearchSpace, config_problems, constraint_problems, equivalence_of
 from sparselift.stats import Sketch
+from sparselift.workload import Workload
 
 SCHEMA = 1
 
@@ -64,6 +67,11 @@ class Plan:
         problems = config_problems(self.structure, self.config) or constraint_problems(self.structure, self.config, self.constraints)
         if problems:
             raise PlanError("the plan's config is refused: " + "; ".join(problems))
+
+    @classmethod
+    def default(cls, work: Workload, constraints: Constraints | None = None) -> Plan:
+        """Lift a workload and choose by rules of thumb; nothing is measured. Raises LiftRefused and InfeasibleError."""
+        return default_plan(lift(work), constraints, hardware().to_dict())
 
     @property
     def equivalence(self) -> str:
