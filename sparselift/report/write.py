@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -139,21 +140,21 @@ def _facts(plan: Plan | None, frames: Mapping[str, pd.DataFrame]) -> list[tuple[
 
 
 def _time_bars(frame: pd.DataFrame) -> list[charts.Bar]:
-    return [charts.Bar(row.config, row.step_ms, row.low_ms, row.high_ms, f"{row.step_ms:.2f} ms, {row.speedup:.2f}×")
-            for row in frame.itertuples()]
+    return [charts.Bar(row["config"], row["step_ms"], row["low_ms"], row["high_ms"], f"{row['step_ms']:.2f} ms, {row['speedup']:.2f}×")
+            for row in frame.to_dict("records")]
 
 
 def _gain_bars(frame: pd.DataFrame) -> list[charts.Bar]:
     """The default's choices where it was measured: a search tries each of them alone."""
     shown = frame[frame["reference"] == ("default" if "default" in set(frame["reference"]) else "best")]
-    return [charts.Bar(f"{row.knob}={row.choice}", row.gain, note=f"{row.gain:.2f}× over {row.instead_of}")
-            for row in _readable("single_changes", shown).head(16).itertuples()]
+    return [charts.Bar(f"{row['knob']}={row['choice']}", row["gain"], note=f"{row['gain']:.2f}× over {row['instead_of']}")
+            for row in _readable("single_changes", shown).head(16).to_dict("records")]
 
 
 def _stacks(frame: pd.DataFrame) -> dict[str, dict[str, float]]:
     stacks: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in _by_kind(frame).itertuples():
-        for label, value in (("predicted", row.predicted_ms), ("measured", row.measured_ms)):
-            if value == value:
-                stacks[label][row.kind] = value
+    for row in _by_kind(frame).to_dict("records"):
+        for label in ("predicted", "measured"):
+            if not math.isnan(row[f"{label}_ms"]):
+                stacks[label][row["kind"]] = row[f"{label}_ms"]
     return stacks

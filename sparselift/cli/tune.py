@@ -1,0 +1,89 @@
+"""`sparselift tune`: from a workload to a plan file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sparselift.cli.console import Answer, Console, UsageError, check_writable, columns, labelled
+from sparselift.cli.inputs import workload
+from sparselift.hardware import hardware
+from sparselift.plan import Evidence, Interval, Plan
+from sparselift.rewrites import CATALOG
+from sparselift.space import Constraints
+from sparselift.workloads import parse_settings
+
+
+def run_tune(args: argparse.Namespace, console: Console) -> Answer:
+    from sparselift.tuning import tune
+
+    out = check_writable(Path(args.out))
+    storage = _storage(args.storage, out)
+    constraints = _constraints(args)
+    work = workload(args)
+    console.say(labelled([("machine", str(hardware())), ("workload", work.name), ("study", storage)]))
+    result = tune(work, trials=args.trials, timeout=args.timeout, storage=storage, constraints=constraints, seed=args.seed)
+    result.plan.save(out)
+    status = "interrupted" if result.status == "interrupted" else "done"
+    data = {"plan": result.plan.to_dict(), "out": str(out), "study": storage, "search": result.status}
+    return Answer("\n" + summary(result.plan, out, status), data, status)
+
+
+def summary(plan: Plan, out: Path, status: str) -> str:
+    """The result of a search for a person: times, equivalence, where the plan is, and what to do with it."""
+    lines = [_times(plan.evidence), ""] if plan.evidence.native else []
+    lines.append(labelled([
+        ("plan", f"{plan.config.path}, {plan.evidence.status}" + (f": {plan.evidence.note}" if plan.evidence.note else "")),
+        ("equivalence", plan.equivalence + ("" if plan.certificate else ", not certified")),
+        ("saved", str(out)),
+    ]))
+    if status == "interrupted":
+        lines += ["", "Interrupted. What was measured is kept; the same command goes on from there."]
+    elif plan.config.path == "planned":
+        lines += ["", "Use it in a training script:", "  import sparselift as sl",
+                  f'  model, optimizer = sl.apply(sl.Plan.load("{out}"), model, optimizer)']
+    return "\n".join(lines)
+
+
+def _times(evidence: Evidence) -> str:
+    rows = [("", "step", "95% interval", "speed-up")]
+    named: tuple[tuple[str, Interval | None], ...] = (
+        ("native", evidence.native), ("default", evidence.default), ("plan", evidence.planned))
+    for name, interval in named:
+        if interval is None:
+            continue
+        ms = interval.scaled(1e3)
+        speedup = f"{evidence.native.value / interval.value:.2f}x" if evidence.native else ""
+        if name == "plan" and evidence.speedup:
+            speedup = f"{evidence.speedup.value:.2f}x [{evidence.speedup.low:.2f}, {evidence.speedup.high:.2f}]"
+        rows.append((name, f"{ms.value:.2f} ms", f"[{ms.low:.2f}, {ms.high:.2f}]", speedup))
+    return columns(rows)
+
+
+def _storage(given: str | None, out: Path) -> str:
+    """The study's file or URL. Raises UsageError for a file that cannot be written, before anything is measured."""
+    if given and "://" in given:
+        return given
+    path = Path(given) if given else out.with_suffix(".study")
+    if path.resolve() == out.resolve():
+        raise UsageError(f"--storage and --out are the same file: {path}")
+    return str(check_writable(path))
+
+
+def _constraints(args: argparse.Namespace) -> Constraints:
+    lossy: dict[str, Any] = {}
+    if args.allow_lossy:
+        lossy = {"equivalence": "lossy", "lossy_consent": tuple(rewrite.name for rewrite in CATALOG)}
+    try:
+        return Constraints(**{"memory_bytes": args.memory, "equivalence": args.equivalence, "allow": tuple(args.allow),
+                              "deny": tuple(args.deny), "pin": dict(map(_pin, args.pin)), **lossy})
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _pin(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise UsageError(f"--pin must read KNOB=VALUE or KNOB@CLASS=VALUE; got {text!r}")
+    return key, parse_settings([f"value={value}"])["value"]
