@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType, TracebackType
@@ -22,20 +22,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparselift.nn import TableBatchedEmbeddingBags
 from sparselift.optim import RowWiseAdagrad, fused_rule
 from sparselift.workload import Workload
 
 # With a sparse gradient these move the rows that it names, and (momentum) those that a sparse state tensor names. Nothing else.
 _ROWWISE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowWiseAdagrad)
 
-# Reading these from a weight is no use of its rows in the step.
-_HARMLESS_READS = (Tensor.grad.__get__, Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined,union-attr]
+# These ask a tensor for its layout or its gradient, not for its values.
+_METADATA = frozenset({
+    Tensor.grad.__get__,  # type: ignore[union-attr]
+    Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
+    torch.empty_like, torch.zeros_like, torch.ones_like})
 
 
 class preserve:
     """Context manager: parameters, gradients, buffers, optimizer state and options, train/eval modes and random state (torch, CUDA
-    where it runs, `random`, NumPy's global one) are on exit bit for bit what they were on entry, in the same tensor objects and memory,
-    after an exception or Ctrl-C too.
+    where it runs, `random`, NumPy's global one) are on exit bit for bit what they were on entry, in the same tensor objects, after an
+    exception or Ctrl-C too. Memory stays where it is, unless something inside assigns `.data`.
 
     Inside, gradients start out as None and any number of steps on `batches` may run. A table takes memory for the rows that these
     batches touch, not for a second copy; this holds for `nn.EmbeddingBag` and `nn.Embedding` weights whose other rows the
@@ -81,9 +85,8 @@ class preserve:
         tables = self._tables
         with torch.no_grad(), ExitStack() as hooks, eager():
             for module in self._work.model.modules():
-                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight in tables:
-                    handle = module.register_forward_pre_hook(tables[module.weight].see_call, with_kwargs=True)
-                    hooks.callback(handle.remove)
+                if found := [tables.get(weight) for weight in _weights_of(module)]:
+                    hooks.callback(module.register_forward_pre_hook(partial(_see_call, found), with_kwargs=True).remove)
             with _WatchTables(tables):
                 for batch in batches:
                     self._work.step(self._work.model, batch)
@@ -150,7 +153,7 @@ class _TouchedRows:
             if isinstance(value, Tensor) and value.is_sparse:
                 self.see(value._indices()[0])
         self._kept: list[tuple[Tensor, list[Tensor]]] = []  # (rows, the values of each target), disjoint
-        self._clones: list[Tensor] | None = None
+        self._clones: list[Tensor] = []
 
     @property
     def rows(self) -> Tensor:
@@ -166,15 +169,9 @@ class _TouchedRows:
         if isinstance(ids, Tensor) and not ids.is_floating_point():
             self._seen[id(ids)] = ids
 
-    def see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook."""
-        self.see(args[0] if args else kwargs.get("input"))
-
     def keep(self) -> None:
         """Copy the rows of the ids seen since the last call. Rows kept before keep their first values."""
-        if self.whole and self._clones is None:
-            self._clones = [target.detach().clone() for target in self._targets]
-        elif self._seen and not self.whole:
+        if self._seen and not self.whole:
             fresh = torch.zeros(len(self._weight), dtype=torch.bool, device=self._weight.device)
             for ids in self._seen.values():
                 fresh[_valid(ids.detach().flatten().long(), len(fresh)).to(fresh.device)] = True
@@ -184,12 +181,31 @@ class _TouchedRows:
             self._kept.append((rows, [target.detach()[rows] for target in self._targets]))
         self._seen = {}
 
+    def keep_whole(self) -> None:
+        """Copy everything. Rows kept before keep their first values."""
+        if not self.whole:
+            self.whole = True
+            self._clones = [target.detach().clone() for target in self._targets]
+
     def restore(self) -> None:
-        for target, clone in zip(self._targets, self._clones or (), strict=False):
+        for target, clone in zip(self._targets, self._clones, strict=False):
             target.copy_(clone)
         for rows, values in self._kept:  # after the clones, which may be younger
             for target, value in zip(self._targets, values, strict=True):
                 target.index_copy_(0, rows, value)
+
+
+def _see_call(tables: Sequence[_TouchedRows | None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a module that looks into `tables`."""
+    if isinstance(module, TableBatchedEmbeddingBags):
+        given = dict(zip(("indices", "offsets"), args), **kwargs)
+        starts = given["offsets"][::max(1, (len(given["offsets"]) - 1) // len(tables))].tolist()
+        parts = [given["indices"][start:stop] for start, stop in zip(starts, starts[1:])]
+    else:
+        parts = [args[0] if args else kwargs.get("input")]
+    for table, part in zip(tables, parts):
+        if table is not None:
+            table.see(part)
 
 
 def _valid(ids: Tensor, rows: int) -> Tensor:
@@ -208,45 +224,72 @@ class _WatchTables(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if _writes(func, kwargs):  # through an alias it cannot: whoever takes one is a reader already
+            self._keep_whole(uses(func, args, kwargs, (), self._tables))
         result = func(*args, **kwargs)
-        for weight in weight_uses(func, args, kwargs, result, self._tables):
-            self._tables[id(weight)].whole = True
+        self._keep_whole(uses(func, args, kwargs, result, self._tables))
         if func in (F.embedding, F.embedding_bag):
             table = self._tables.get(id(args[1] if len(args) > 1 else kwargs.get("weight")))
             if table is not None:
                 table.see(args[0] if args else kwargs.get("input"))
         return result
 
+    def _keep_whole(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            self._tables[id(weight)].keep_whole()
 
-def weight_uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, weights: Iterable[int]) -> Iterator[Tensor]:
-    """The tensors among a torch function's arguments whose id() is in `weights`, where the call is more than a lookup or a look at
-    metadata: a norm, a tied linear layer, a view."""
-    if func in (F.embedding, F.embedding_bag) or func in _HARMLESS_READS or not isinstance(result, (Tensor, list, tuple)):
+
+def uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensors: Container[int]) -> Iterator[Tensor]:
+    """The arguments of a torch function whose id() is in `tensors`, where the call reads values, or gives an alias, or writes.
+
+    Lookups of rows do not count, nor what gives no tensor (sizes, flags), nor looks at layout and gradient.
+    """
+    if func in (F.embedding, F.embedding_bag) or func in _METADATA:
         return
-    if isinstance(result, torch.Size):
+    if not isinstance(result, (Tensor, list, tuple)) or isinstance(result, torch.Size):
         return
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            if id(item) in weights:
+            if id(item) in tensors:
                 yield item
 
 
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function writes to an argument, by its name: add_, __setitem__, __iadd__, or by out=."""
+    name = getattr(func, "__name__", "")
+    return "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or (
+        name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+
+
 def _row_wise_tables(work: Workload) -> Iterator[nn.Parameter]:
-    """Weights of embedding modules of which a step moves the looked-up rows only."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    """Weights of embedding modules, and of no others, of which a step moves the looked-up rows only."""
+    sparse: dict[nn.Parameter, set[bool]] = {}
+    others: set[nn.Parameter] = set()
     for module in work.model.modules():
-        for weight in module._parameters.values():
-            if weight is not None:
-                owners.setdefault(weight, []).append(module)
-    groups = [(optimizer, group) for optimizer in work.optimizers for group in optimizer.param_groups]
-    for weight, modules in owners.items():
-        embeddings = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-        if len(embeddings) == len(modules) and not any(module.max_norm is not None for module in embeddings):
-            sparse = all(module.sparse for module in embeddings)
-            holders = [(optimizer, group) for optimizer, group in groups if any(weight is param for param in group["params"])]
-            stays = all(_leaves_other_rows(*holder, sparse) for holder in holders)
-            if not weight.requires_grad or (stays and (holders or sparse)):
-                yield weight
+        weights = _weights_of(module)
+        for weight in weights:
+            sparse.setdefault(weight, set()).add(module.sparse)  # type: ignore[arg-type]
+        if not isinstance(module, nn.ParameterList):
+            others.update({weight for weight in module._parameters.values() if weight is not None} - set(weights))
+        if getattr(module, "max_norm", None) is not None:       # rows move in the forward, before we have seen them
+            others.update(weights)
+    holders: dict[Tensor, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {}
+    for optimizer in work.optimizers:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                holders.setdefault(weight, []).append((optimizer, group))
+    for weight in sparse.keys() - others:
+        stays = all(_leaves_other_rows(*holder, sparse[weight] == {True}) for holder in holders.get(weight, ()))
+        if not weight.requires_grad or (stays and (weight in holders or sparse[weight] == {True})):
+            yield weight
+
+
+def _weights_of(module: nn.Module) -> list[nn.Parameter]:
+    """The tables that a module looks into; none for a module that is no embedding."""
+    if isinstance(module, TableBatchedEmbeddingBags):
+        return list(module.weights)
+    weight = module._parameters.get("weight") if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
+    return [] if weight is None else [weight]
 
 
 def _leaves_other_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: bool) -> bool:

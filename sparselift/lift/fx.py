@@ -14,6 +14,7 @@ from sparselift.ir import Concat, Feature
 from sparselift.lift.modules import is_embedding
 
 _CATS = (torch.cat, torch.concat, torch.concatenate)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _METADATA = ("size", "dim", "shape", "dtype", "device", "ndim", "numel", "stride", "is_contiguous")
 
 
@@ -68,10 +69,16 @@ class _Tracer(fx.Tracer):
 
 
 def _shadow(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A copy whose attributes can be set without a trace; parameters, buffers and everything else are the original's."""
+    """A copy whose attributes can be set without a trace; parameters, buffers and everything else are the original's.
+
+    It has no hooks: they would be given stand-ins too. Raises TypeError for a module whose forward would lead back to the original.
+    """
     if module not in made:
+        if "forward" in module.__dict__ and not is_embedding(module):
+            raise TypeError(f"the forward of {type(module).__name__} is replaced on the instance")
         copy = made[module] = type(module).__new__(type(module))
         for name, value in module.__dict__.items():
-            copy.__dict__[name] = value.copy() if isinstance(value, (dict, list, set)) else value
-        copy._modules = {name: child and _shadow(child, made) for name, child in module._modules.items()}
+            copy.__dict__[name] = type(value)() if name in _HOOKS else value.copy() if isinstance(value, (dict, list, set)) else value
+        # Not through setattr, which a module may forward to the original (torch.compile's wrapper does).
+        copy.__dict__["_modules"] = {name: child and _shadow(child, made) for name, child in module._modules.items()}
     return made[module]

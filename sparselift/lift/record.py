@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparselift.errors import WorkloadError
 from sparselift.lift.modules import EmbeddingModule
-from sparselift.preserve import weight_uses
+from sparselift.preserve import uses
 from sparselift.workload import Workload
 
 _CATS = (torch.cat, torch.concat, torch.concatenate)
@@ -173,10 +173,11 @@ class _Watch(TorchFunctionMode):
         if func in _CATS and _dim(args, kwargs) in (1, -1):
             run.saw_cat(args[0] if args else kwargs["tensors"])
         result = func(*args, **kwargs)
-        for output in weight_uses(func, args, kwargs, result, run.outputs):
+        for output in uses(func, args, kwargs, result, run.outputs):
             run.readers[run.outputs[id(output)][0]] += 1
-        for weight in weight_uses(func, args, kwargs, result, run.weights):
-            if not run.inside:
+        for weight in uses(func, args, kwargs, result, run.weights):
+            # What is detached does not add to the gradient, and a write to it shows in the weight's version.
+            if not run.inside and func is not Tensor.detach:
                 run.recording.weight_uses.setdefault(weight, getattr(func, "__qualname__", None) or str(func))
         return result
 

@@ -372,7 +372,31 @@ def test_fx_confirms_a_model_that_traces_and_leaves_it_alone():
     assert "does not trace" in lift(dlrm_work()).frontends["fx"]
 
 
-def test_fx_drops_a_concat_whose_lookup_a_detached_reader_sees():
+def test_tracing_cannot_reach_the_model():
+    class Forwarding(nn.Module):
+        """Sets attributes on the module inside, as the wrapper of torch.compile does."""
+
+        def __init__(self, inside):
+            super().__init__()
+            self.inside = inside
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value) if name == "inside" or "inside" not in self._modules else setattr(self.inside, name, value)
+
+        def forward(self, *args):
+            return self.inside(*args)
+
+    work = dlrm_work()
+    seen = []
+    work.model.bot.register_forward_hook(lambda module, args, output: seen.append(type(output)))
+    work.model.top.forward = lambda x: nn.Linear.forward(work.model.top, x)
+    names = dict(work.model.named_modules())
+    graph = lift(work_of(Forwarding(work.model), work.batches))
+    assert dict(work.model.named_modules()) == names and set(seen) == {Tensor}
+    assert "the forward of Linear is replaced on the instance" in graph.frontends["fx"]
+
+
+def test_a_detached_reader_of_a_lookup_counts():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from sparselift.nn import TableBatchedEmbeddingBags
 from sparselift.optim import RowWiseAdagrad
 from sparselift.preserve import preserve, sigint_deferred
 from sparselift.workload import Workload
@@ -221,6 +222,23 @@ def test_a_table_that_is_read_otherwise_is_kept_whole(use):
     assert everything(work) == before
 
 
+@pytest.mark.parametrize("write", [
+    lambda w: w.detach().mul_(2), lambda w: w.data.mul_(2), lambda w: w.add_(1), lambda w: w.__setitem__(3, 7.0),
+    lambda w: w.__imul__(2), lambda w: torch.add(w, 1, out=w), lambda w: nn.init.ones_(w), lambda w: torch._foreach_mul_([w], 2),
+], ids=["detached", "data", "method", "row", "operator", "out", "init", "foreach"])
+def test_a_table_that_the_forward_writes_to_is_put_back(write):
+    def use(weight):
+        with torch.no_grad():
+            write(weight)
+        return 0.0
+
+    work = make_work(model=Tied(use))
+    before, batches = everything(work), work.take(4)
+    with preserve(work, batches[:2]):
+        assert everything(work)["parameters"] != before["parameters"]
+    assert everything(work) == before
+
+
 def test_reading_metadata_is_no_use():
     work = make_work(model=Tied(lambda w: len(w) + w.shape[0] + w.requires_grad + w.dim()))
     with preserve(work, work.take(1)) as kept:
@@ -262,6 +280,40 @@ def test_ids_hashed_inside_the_module_are_seen():
     with preserve(work, [batch]) as kept:
         assert kept.touched_rows["bags.1.weight"].tolist() == sorted(set(((ids[1] + 10**6) * 7919 % ROWS[1]).tolist()))
         work.train(work.model, work.optimizer, batch)
+    assert everything(work) == before
+
+
+def test_the_tables_of_a_fused_module_are_kept_by_rows():
+    model = TableBatchedEmbeddingBags([(30, 4), (40, 4)])
+    data = [(torch.tensor([1, 2, 2, 7, 39]), torch.tensor([0, 1, 3, 3, 5])), (torch.tensor([29]), torch.tensor([0, 0, 1]))]
+    work = Workload("fused", model, torch.optim.SGD(model.parameters(), lr=1.0), lambda m, b: m(b[0], offsets=b[1]).sum(), data)
+    before = everything(work)
+    with preserve(work, data) as kept:
+        assert {name: rows.tolist() for name, rows in kept.touched_rows.items()} == {"weights.0": [1, 2], "weights.1": [7, 29, 39]}
+        for batch in data:
+            work.train(model, work.optimizer, batch)
+    assert everything(work) == before
+
+
+class Scaled(nn.EmbeddingBag):
+    """Has a parameter beside its table."""
+
+    def __init__(self):
+        super().__init__(ROWS[1], 4, mode="sum", sparse=True)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids, offsets):
+        return super().forward(ids, offsets) * self.scale
+
+
+def test_a_parameter_beside_the_table_is_kept_whole():
+    model = Net()
+    model.bags[1] = Scaled()
+    work = make_work(model=model)
+    before = everything(work)
+    with preserve(work, work.take(2)) as kept:
+        assert set(kept.touched_rows) == {"bags.0.weight", "bags.1.weight"}
+        disturb(work, work.take(2))
     assert everything(work) == before
 
 
