@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparselift.hardware import hardware
+from sparselift.measure import median_interval
 from sparselift.probe import probe
 
 WARMUP_REPS = 4
@@ -68,25 +68,13 @@ def interleave(native: Step, planned: Step, num_batches: int, reps: int, seed: i
     return times[WARMUP_REPS:]
 
 
-def median_interval(values: Seconds) -> tuple[float, float]:
-    """Distribution-free confidence interval of the median: the order statistics that a sign test leaves; of few values, their range."""
-    ordered, count = np.sort(values), len(values)
-    tail, outside = 0.0, 0
-    for successes in range(count // 2):
-        tail += math.comb(count, successes) / 2**count
-        if tail > (1 - CONFIDENCE) / 2:
-            break
-        outside = successes
-    return float(ordered[outside]), float(ordered[count - 1 - outside])
-
-
 def paired_row(times: Seconds, *, workload: str, config: str, optimizer: str, huge_pages: str, traffic_bytes: int) -> Row:
     """The row of (reps, 2) native and planned seconds."""
     native_s, planned_s = np.median(times, axis=0)
     ratios = times[:, 0] / times[:, 1]
-    low, high = median_interval(ratios)
+    low, median, high, _ = median_interval(ratios.tolist(), CONFIDENCE)
     quarter, three_quarters = np.percentile(ratios, [25, 75])
-    return Row(workload, config, optimizer, torch.get_num_threads(), huge_pages, native_s * 1e3, planned_s * 1e3, float(np.median(ratios)),
+    return Row(workload, config, optimizer, torch.get_num_threads(), huge_pages, native_s * 1e3, planned_s * 1e3, median,
                low, high, float(three_quarters - quarter), len(times), traffic_bytes, traffic_bytes / planned_s / 1e9, probe().stream_gbps,
                *machine())
 

@@ -1,0 +1,158 @@
+"""The benchmark's own parts: pairing, the CSV, the checks before timing, and kernels that do nothing."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+import sparselift as sl
+from sparselift.plan import default_plan
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / ".." / "shared" / "bench"
+NAMES = ("cases", "interleave", "quiet", "first_light", "workloads", "implementations")
+
+needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="no ../shared/bench")
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The scripts, importable."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    import first_light
+    yield first_light
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def case(benchmarks: ModuleType) -> object:
+    """A small workload, multi-hot and with duplicates."""
+    return make_case("sgd")
+
+
+def make_case(optimizer: str, dlrm: bool = False) -> object:
+    from cases import Bench, Case
+    bench = Bench.load(BENCH)
+    shape = bench.workloads.Workload("small", "", (50, 20, 7), (3, 1, 5), 8, 16, None, (optimizer,), dlrm)
+    return Case(bench, shape, optimizer, seed=0)
+
+
+def test_both_sides_see_the_same_batches_in_mixed_order(benchmarks: ModuleType) -> None:
+    from interleave import WARMUP_REPS, interleave
+    seen: list[tuple[str, int]] = []
+    times = interleave(lambda n: seen.append(("native", n)), lambda n: seen.append(("planned", n)), num_batches=3, reps=40, seed=0)
+    assert times.shape == (40, 2) and (times > 0).all()
+    pairs = [seen[i:i + 2] for i in range(0, len(seen), 2)]
+    assert len(pairs) == 40 + WARMUP_REPS
+    assert all(a[1] == b[1] == rep % 3 and {a[0], b[0]} == {"native", "planned"} for rep, (a, b) in enumerate(pairs))
+    assert {pair[0][0] for pair in pairs} == {"native", "planned"}
+
+
+def test_rows_hold_paired_ratios_and_make_a_csv(benchmarks: ModuleType, tmp_path: Path) -> None:
+    from interleave import paired_row, single_row, write_rows
+    native = np.array([2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]) * 1e-3
+    times = np.stack([native, native / [2, 2, 2, 4, 4, 4, 4]], axis=1)
+    row = paired_row(times, workload="W", config="default", optimizer="sgd", huge_pages="on", traffic_bytes=10**6)
+    assert (row.ratio, row.low, row.high) == pytest.approx((4, 2, 4)) and row.native_median_ms == pytest.approx(8)
+    assert row.planned_median_ms == pytest.approx(2.5) and row.gbps == pytest.approx(0.4) and row.spread == pytest.approx(2)
+    path = tmp_path / "rows.csv"
+    write_rows(path, [row, single_row([0.25], workload="lift", config="", optimizer="sgd")])
+    one, two = csv.DictReader(path.open())
+    assert one["ratio"] == "4" and one["threads"] == str(torch.get_num_threads()) and "torch=" in one["versions"]
+    assert two["planned_median_ms"] == "250" and two["ratio"] == ""
+
+
+@needs_bench
+@pytest.mark.parametrize(("optimizer", "dlrm"), [("sgd", False), ("rowwise_adagrad", False), ("adagrad", False), ("sparse_adam", False),
+                                                 ("sgd", True), ("rowwise_adagrad", True)])
+def test_planned_and_native_sides_agree(benchmarks: ModuleType, optimizer: str, dlrm: bool) -> None:
+    from cases import check
+    case = make_case(optimizer, dlrm)
+    native, planned = case.side(planned=False), case.side(planned=True)
+    start = [bag.weight.detach().clone() for bag in native.model.emb_l]
+    sl.apply(default_plan(sl.lift(planned.workload())), planned.model, planned.optimizers)
+    check(native, planned)
+    assert not any(torch.equal(bag.weight, old) for bag, old in zip(native.model.emb_l, start))
+
+
+@needs_bench
+@pytest.mark.parametrize("fault", ["touched row", "other row", "output"])
+def test_the_check_sees_faults(benchmarks: ModuleType, case: object, fault: str) -> None:
+    from cases import CheckFailed, check
+    native, planned = case.side(planned=False), case.side(planned=True)
+    rows = case.touched(0, steps=2)
+    untouched = next(row for row in range(50) if row not in rows)
+
+    class Faulty(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            super().step()
+            with torch.no_grad():
+                if fault != "output":
+                    planned.model.emb_l[0].weight[rows[3] if fault == "touched row" else untouched, 2] += 1e-6
+                else:
+                    planned.model.emb_l[1].weight.add_(1.0)
+
+    planned.optimizers = [Faulty(planned.model.parameters(), lr=0.01)]
+    with pytest.raises(CheckFailed, match={"touched row": "table 0 is off", "other row": f"row {untouched} changed",
+                                           "output": "output of step 2 is off"}[fault]):
+        check(native, planned)
+
+
+@needs_bench
+def test_traffic_is_counted(benchmarks: ModuleType, case: object) -> None:
+    unique = sum(len(ids.unique()) for batch in case.batches for ids in batch.table_indices) / len(case.batches)
+    lookups, outputs = 16 * (3 + 1 + 5), 16 * 3 * 8
+    assert case.traffic_bytes() == int(2 * 8 * lookups + 2 * 4 * outputs + unique * 3 * 4 * 8)
+
+
+@needs_bench
+def test_silent_kernels_leave_everything_and_come_back(benchmarks: ModuleType, case: object) -> None:
+    from quiet import silence
+    side = case.side(planned=True)
+    sl.apply(default_plan(sl.lift(side.workload())), side.model, side.optimizers)
+    before = [bag.weight.detach().clone() for bag in side.model.emb_l]
+    with silence(side.model):
+        for _ in range(3):
+            side.step(0)
+    assert all(torch.equal(bag.weight, old) for bag, old in zip(side.model.emb_l, before))
+    side.step(0)
+    assert not any(torch.equal(bag.weight, old) for bag, old in zip(side.model.emb_l, before))
+
+
+@needs_bench
+def test_the_driver_writes_rows(benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                capsys: pytest.CaptureFixture[str]) -> None:
+    import cases
+    bench = cases.Bench.load(BENCH)
+    small = bench.workloads.Workload("W2", "", (50, 20), (3, 1), 8, 16, None, ("sgd", "adagrad"), False)
+    full = bench.workloads.Workload("W6b", "", (50, 20), (3, 1), 8, 16, None, ("sgd",), True)
+    monkeypatch.setattr(bench.workloads, "load_workloads", lambda: {"W2": small, "W6b": full})
+    out, threads = tmp_path / "rows.csv", torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["first_light.py", "--workloads", "W2,W6b", "--threads", "1", "--reps", "7", "--out", str(out),
+                                      "--bench-folder", str(BENCH)])
+    try:
+        assert benchmarks.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    rows = list(csv.DictReader(out.open()))
+    assert [(row["workload"], row["optimizer"], row["huge_pages"]) for row in rows] == [
+        ("W2", "sgd", "on"), ("W2 without kernels", "sgd", ""), ("W2", "sgd", "off"), ("W2", "adagrad", "on"),
+        ("W2 without kernels", "adagrad", ""), ("W2", "adagrad", "off"), ("W6b lift, 8 batches", "sgd", ""), ("W6b", "sgd", "on"),
+        ("W6b", "sgd", "off")]
+    assert capsys.readouterr().out.count(" ms") >= len(rows)
+
+
+def test_without_the_shared_benchmark_nothing_runs(benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_light.py", "--bench-folder", str(tmp_path)])
+    assert benchmarks.main() == 3
+    assert "skipped W1, W2" in capsys.readouterr().err
