@@ -46,11 +46,12 @@ class BagLookup:
     Any number of threads may call it; they take turns, because a program keeps workspaces.
     """
 
-    __slots__ = ("_lock", "program", "width")
+    __slots__ = ("_lock", "program", "shapes", "width")
 
     def __init__(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], backend: str | None = None) -> None:
         """Raises ValueError for a spec that the backend does not implement, KernelError for a backend that is not built."""
         self.program: BagProgram = get_backend(backend or BACKEND).compile(tables, features)
+        self.shapes = tuple((table.rows, table.dim) for table in tables)
         self.width = sum(table.dim for table in tables)
         self._lock = threading.Lock()
 
@@ -72,41 +73,40 @@ class BagLookup:
         sparse          tables get torch.sparse_coo gradients, uncoalesced, a row a lookup; else dense ones
         sample_weights  what the batch was prepared with, all features in one (sum of K,) tensor: its gradient flows here
         """
-        if torch.is_grad_enabled() and (any(table.requires_grad for table in tables)
-                                        or (sample_weights is not None and sample_weights.requires_grad)):
-            return _Lookup.apply(self, batch, shape, sparse, sample_weights, *tables)
+        if torch.is_grad_enabled() and ((sample_weights is not None and sample_weights.requires_grad)
+                                        or True in [table.requires_grad for table in tables]):
+            return _record(self, batch, shape, sparse, sample_weights, *tables)
         return self.run(tables, batch, shape)
 
     def run(self, tables: Sequence[Tensor], batch: IndexBatch, shape: Sequence[int]) -> Tensor:
         """The lookups alone, outside autograd."""
-        out = tables[0].new_empty(shape)
+        out = tables[0].new_empty(*shape)
         with self._lock:
-            self.program.forward(tables, batch, out.view(-1, self.width))
+            self.program.forward(tables, batch, out if len(shape) == 2 else out.view(-1, self.width))
         return out
 
     def table_grads(self, batch: IndexBatch, grad: Tensor, wanted: Sequence[bool], sparse: bool) -> list[Tensor | None]:
         """The gradient of every wanted table. `grad` is (B, width), last stride 1."""
-        segment = Segment(batch, grad)
-        shapes = [(table.rows, table.dim) for table in self.program.tables]
+        segments = (Segment(batch, grad),)
         if sparse:
+            grads: list[Tensor | None] = []
             with self._lock:
-                parts = [self.program.expanded_grad(table, [segment]) if want else None for table, want in enumerate(wanted)]
-            return [None if part is None else torch.sparse_coo_tensor(part[0][None], part[1], shape, check_invariants=False)
-                    for part, shape in zip(parts, shapes)]
+                for table, want in enumerate(wanted):
+                    grads.append(_place(*self.program.expanded_grad(table, segments), self.shapes[table], True) if want else None)
+            return grads
         # A table that wants no gradient still needs a tensor in its place, which no rule touches.
-        grads = [grad.new_zeros(shape) if want else grad.new_empty(shape) for shape, want in zip(shapes, wanted)]
+        sums = [grad.new_zeros(shape) if want else grad.new_empty(shape) for shape, want in zip(self.shapes, wanted)]
         with self._lock:
-            self.program.update(grads, [None] * len(grads), [_ADD if want else None for want in wanted], [segment])
-        return [sums if want else None for sums, want in zip(grads, wanted)]
+            self.program.update(sums, [None] * len(sums), [_ADD if want else None for want in wanted], segments)
+        return [each if want else None for each, want in zip(sums, wanted)]
 
     def sample_weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, grad: Tensor) -> Tensor:
         """(sum of K,) gradient of the per-sample weights. `grad` is (B, width), last stride 1."""
-        parts, column = [], 0
         with self._lock:
-            for feature, table in enumerate(self.program.tables):
-                parts.append(self.program.weight_grad(tables, batch, feature, grad.narrow(1, column, table.dim)))
-                column += table.dim
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            if len(tables) == 1:
+                return self.program.weight_grad(tables, batch, 0, grad)
+            blocks = grad.split([dim for _, dim in self.shapes], 1)
+            return torch.cat([self.program.weight_grad(tables, batch, feature, block) for feature, block in enumerate(blocks)])
 
 
 class _Lookup(torch.autograd.Function):
@@ -129,7 +129,8 @@ class _Lookup(torch.autograd.Function):
                                "pass retain_graph=True to the first backward()")
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.batch = None
-        grad = grad.reshape(-1, lookup.width)
+        if grad.dim() != 2:
+            grad = grad.reshape(-1, lookup.width)
         if torch.is_grad_enabled() or not torch._C._has_storage(grad) or hidden_values() or watched_operations():
             return None, None, None, None, *_grads_in_torch(ctx, batch, grad)
         if grad.stride(-1) != 1:
@@ -139,8 +140,12 @@ class _Lookup(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             weight_grad = lookup.sample_weight_grad(ctx.saved_tensors[1:], batch, grad)
         wanted = ctx.needs_input_grad[5:]
-        table_grads = lookup.table_grads(batch, grad, wanted, ctx.sparse) if any(wanted) else [None] * len(wanted)
+        table_grads = lookup.table_grads(batch, grad, wanted, ctx.sparse) if True in wanted else [None] * len(wanted)
         return None, None, None, None, weight_grad, *table_grads
+
+
+# Function.apply itself: what Python adds to it serves torch.func transforms, under which no lookup gets here, and costs as much again.
+_record = super(torch.autograd.Function, _Lookup).apply
 
 
 def _grads_in_torch(ctx: Any, batch: IndexBatch, grad: Tensor) -> list[Tensor | None]:

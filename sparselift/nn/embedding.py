@@ -7,7 +7,12 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .fallback import LookupOptions
-from .routes import Route, RoutedModule, plan_route, unreadable
+from .routes import Route, RoutedModule, check, plan_route, unreadable
+
+EXACT_DTYPES = (torch.float32, torch.float64)
+
+# Elements of the result from which a dense gradient is summed faster by the kernels than by torch, autograd in Python included.
+FUSED_ELEMENTS = 2**14
 
 
 class EmbeddingBag(RoutedModule, nn.EmbeddingBag):
@@ -32,10 +37,12 @@ class EmbeddingBag(RoutedModule, nn.EmbeddingBag):
         return self._look_up(input, offsets, per_sample_weights)
 
     def _look_up(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
-        weight = self.weight
+        weight: Tensor | None = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight               # parametrized
         reason = unreadable(weight, input, offsets, per_sample_weights)
         if reason or not self._well_formed(input, offsets, per_sample_weights):
-            self._report(reason or "torch: its own checks")
+            self._report(reason or "its own checks")
             return super().forward(input, offsets, per_sample_weights)
         flat, flat_weights = input, per_sample_weights
         bags: Tensor | int
@@ -72,32 +79,54 @@ class EmbeddingBag(RoutedModule, nn.EmbeddingBag):
 
 
 class Embedding(RoutedModule, nn.Embedding):
-    """torch.nn.Embedding, with its signature, attributes and state_dict, in one fused kernel call.
+    """torch.nn.Embedding, with its signature, attributes and state_dict, and kernels where they gain.
 
-    Float32 tables on the CPU run in the kernels. What else torch's module takes runs in torch, and `last_path` says why.
+    Without pooling there is little to fuse: torch's own operation runs lookups that have sparse gradients, are small or compiled.
+    Large ones into float32 tables on the CPU with dense gradients run in the kernels; `last_path` says which it was. Gradients
+    with scale_grad_by_freq and of half-precision tables are summed in float32.
 
     Raises
     ------
     IndexError   in forward, for an id out of range: names position, id and table size
-    TypeError    in forward, for ids that are not int32 or int64
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Rows (*, embedding_dim) of ids (*), as torch.nn.Embedding gives them."""
-        if is_compiling():
-            return _rows_outside_the_graph(self, input)
-        return self._look_up(input)
+        if type(input) is not Tensor:
+            return super().forward(input)
+        weight: Tensor | None = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight               # parametrized
+        # Torch's backward fails for a 0-d id with padding and a sparse gradient.
+        if weight.dtype in EXACT_DTYPES and self.max_norm is None and not self.scale_grad_by_freq and input.dim():
+            if is_compiling():
+                return self._look_up_in_torch(weight, input)
+            if self.sparse or input.numel() * weight.shape[1] < FUSED_ELEMENTS:
+                self._report("a sparse gradient without pooling" if self.sparse else "a small lookup")
+                try:
+                    return self._look_up_in_torch(weight, input)
+                except IndexError:
+                    self._name_wrong_id(weight, input)
+                    raise
+        return _rows_outside_the_graph(self, weight, input) if is_compiling() else self._look_up(weight, input)
 
-    def _look_up(self, input: Tensor) -> Tensor:
-        weight = self.weight
+    def _look_up_in_torch(self, weight: Tensor, input: Tensor) -> Tensor:
+        return torch.embedding(weight, input, -1 if self.padding_idx is None else self.padding_idx, False, self.sparse)
+
+    def _look_up(self, weight: Tensor, input: Tensor) -> Tensor:
         reason = unreadable(weight, input)
         if not reason:
             route = self._route(weight)
             reason = route.reason if route.lookup is None else ""
         if reason or input.is_nested:
-            self._report(reason or "torch: a nested tensor")
+            self._report(reason or "a nested tensor")
             return super().forward(input)
         return self._run(route, (weight,), (input.reshape(-1),), (1,), None, (*input.shape, weight.shape[1]))
+
+    def _name_wrong_id(self, weight: Tensor, input: Tensor) -> None:
+        """Raises the IndexError that the kernels would have raised, where the ids can be read."""
+        if not unreadable(weight, input) and (lookup := self._route(weight).lookup) is not None:
+            check(lookup, (input.reshape(-1),), (1,))
 
     def _route(self, weight: Tensor) -> Route:
         key = (weight.shape, weight.dtype, weight.device, weight.is_contiguous(), self.sparse, self.padding_idx, self.max_norm,
@@ -115,5 +144,5 @@ def _bag_outside_the_graph(module: EmbeddingBag, input: Tensor, offsets: Tensor 
 
 
 @torch._disable_dynamo
-def _rows_outside_the_graph(module: Embedding, input: Tensor) -> Tensor:
-    return module._look_up(input)
+def _rows_outside_the_graph(module: Embedding, weight: Tensor, input: Tensor) -> Tensor:
+    return module._look_up(weight, input)

@@ -93,6 +93,13 @@ def unreadable(*tensors: Tensor | None) -> str:
     return hidden_values()
 
 
+def check(lookup: BagLookup, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+          sample_weights: Sequence[Tensor | None] | None = None) -> None:
+    """Raise what the lookups would raise for this batch, unseen by whoever watches torch's operations to replay or to trace them."""
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+        lookup.prepare(indices, offsets, sample_weights)
+
+
 class RoutedModule(nn.Module):
     """A module whose lookups are compiled on first use. They stay out of copies, pickles and the state_dict.
 
@@ -130,9 +137,7 @@ class RoutedModule(nn.Module):
         self._report(reason)
         if lookup is None or reason:
             if lookup is not None:
-                # Whoever watches torch's operations, to replay or to trace them, is not to see the check.
-                with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
-                    lookup.prepare(indices, offsets, None if route.reason else parts)
+                check(lookup, indices, offsets, None if route.reason else parts)
             outputs = [fallback.lookup(*each, options) for each in zip(weights, indices, offsets, parts)]
             out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
             return out if shape is None else out.reshape(shape)
