@@ -36,7 +36,7 @@ class ConcatBuffer:
         for place, piece in enumerate(pieces):
             if self.is_lookup[place]:
                 piece.__class__ = PooledSlice
-                piece._buffer, piece._place = self, place
+                piece._part = self, place
         return list(pieces)
 
     def joined(self, parts: Sequence[Any]) -> Tensor | None:
@@ -46,7 +46,7 @@ class ConcatBuffer:
         others: list[Tensor] = []
         for place, part in enumerate(parts):
             if self.is_lookup[place]:
-                if type(part) is not PooledSlice or part._buffer is not self or part._place != place:
+                if type(part) is not PooledSlice or part._part[0] is not self or part._part[1] != place:
                     return None
             elif (type(part) is not Tensor or part.dtype != torch.float32 or not part.is_cpu
                   or part.shape != (len(self.raw), self.widths[place])):
@@ -66,8 +66,7 @@ class ConcatBuffer:
 class PooledSlice(Tensor):
     """One lookup's (B, D) columns of a concat buffer."""
 
-    _buffer: ConcatBuffer
-    _place: int
+    _part: tuple[ConcatBuffer, int]    # the buffer, and the place in its concat
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -75,12 +74,12 @@ class PooledSlice(Tensor):
             parts = args[0] if args else None
             if func in _CATS and isinstance(parts, (list, tuple)) and _dim(args, kwargs) in (1, -1):
                 first = next(p for p in parts if type(p) is PooledSlice)
-                joined = first._buffer.joined(parts)
+                joined = first._part[0].joined(parts)
                 if joined is not None:
                     return joined
             for part in parts if isinstance(parts, (list, tuple)) else args:
                 if type(part) is PooledSlice:
-                    part._buffer.check_unchanged()
+                    part._part[0].check_unchanged()
             return func(*args, **(kwargs or {}))
 
 

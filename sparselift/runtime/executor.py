@@ -11,32 +11,19 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparselift.ir import Concat, Feature, Structure, Table
+from sparselift.runtime._hot import Slots, TableGrad, are_plain, release, serve
 from sparselift.runtime.groups import LookupGroup
-from sparselift.runtime.inputs import same_tensor
-from sparselift.runtime.pending import TableGrad, release
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
 log = logging.getLogger("sparselift")
 
 ODD_WEIGHT = "its weight is not an nn.Parameter of the recorded table, or has hooks"
-
-
-class Served(NamedTuple):
-    """A result of the prelude that waits for its module, and the tensors that it is the result for."""
-
-    indices: Tensor
-    offsets: Tensor | None
-    sample_weights: Tensor | None
-    weight: Tensor
-    versions: tuple[int, ...]      # of those four
-    grad_mode: bool
-    output: Tensor
 
 
 class Runtime:
@@ -73,7 +60,7 @@ class Runtime:
     def weights(self, tables: Sequence[Table]) -> list[Tensor] | None:
         """The tables' parameters, or None if a fused lookup must not read one of them."""
         found: list[Any] = [self.owners[table.name]._parameters.get("weight") for table in tables]
-        return found if _are_plain(found) else None
+        return found if are_plain(found) else None
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root forward's pre-hook."""
@@ -85,8 +72,8 @@ class Runtime:
         """The root forward's hook: results that no module asked for go."""
         if not torch.compiler.is_compiling():
             for forward in self.forwards.values():
-                if forward.served:
-                    forward.served.clear()
+                if forward.slots:
+                    forward.slots.clear()
 
     def aside(self, feature: str, why: str) -> None:
         """Count a lookup that did not come from the prelude; the first of a kind is logged."""
@@ -95,25 +82,28 @@ class Runtime:
             log.info("lookup %s: %s", feature, why)
 
 
-def _are_plain(weights: Sequence[Any]) -> bool:
-    """Whether these are parameters whose gradient nobody watches: a hook must see it arrive, so torch has to carry it."""
-    for weight in weights:
-        if type(weight) is not nn.Parameter or weight._backward_hooks or weight._post_accumulate_grad_hooks:
-            return False
-    return True
-
-
 class Prelude:
     """One group that runs before the root forward."""
 
     def __init__(self, runtime: Runtime, schedule: GroupSchedule) -> None:
         structure = runtime.structure
         self.runtime = runtime
+        self._slots: list[Slots] | None = None
         concat = next((c for c in structure.concats if c.name == schedule.concat), None)
         self.group = runtime.group([structure.feature(name) for name in schedule.features], concat)
         self.forwards = [runtime.forwards[feature.module] for feature in self.group.features]
         for forward in self.forwards:
             forward.in_prelude = True
+
+    @property
+    def slots(self) -> list[Slots]:
+        """Where the results go, one a feature."""
+        if self._slots is None:
+            self._slots = [forward.slots for forward in self.forwards]
+        return self._slots
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_slots": None}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look up everything and leave each result with its module; or nothing, and say why."""
@@ -131,20 +121,8 @@ class Prelude:
             # what they are really given, decide and raise.
             runtime.aside(group.features[0].name, f"the prelude could not use the arguments of the forward: {reason}")
             return
-        grad_mode, table_of = torch.is_grad_enabled(), group.table_of
-        for place, forward in enumerate(self.forwards):
-            ids, bags, factors, weight = indices[place], offsets[place], sample_weights[place], weights[table_of[place]]
-            versions = _versions(ids, bags, factors, weight)
-            forward.served.append(Served(ids, bags, factors, weight, versions, grad_mode, outputs[place]))
-
-
-def _versions(ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, weight: Tensor) -> tuple[int, ...]:
-    try:
-        if sample_weights is None:
-            return ids._version, -1 if offsets is None else offsets._version, weight._version
-        return ids._version, -1 if offsets is None else offsets._version, weight._version, sample_weights._version
-    except RuntimeError:                                      # inference tensors have no version: they cannot be written to outside
-        return ()                                             # of inference mode, where nothing is differentiated
+        by_feature = [weights[t] for t in group.table_of]
+        serve(self.slots, indices, offsets, sample_weights, by_feature, outputs, torch.is_grad_enabled())
 
 
 class LiftedForward:
@@ -152,25 +130,16 @@ class LiftedForward:
 
     def __init__(self, runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> None:
         self.runtime, self.module, self.features = runtime, module, tuple(features)
-        self.parameters = module._parameters
         self.in_prelude = False
-        self.served: list[Served] = []
+        self.slots = Slots()
         self.alone: dict[tuple[str, bool], LookupGroup] = {}  # by form and whether weighted
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "served": [], "alone": {}}
+        return {key: value for key, value in self.__dict__.items() if key not in ("slots", "alone")}
 
-    def take(self, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
-        """The prelude's result for these very tensors, unchanged since; each result is handed out once."""
-        for place, s in enumerate(self.served):
-            seen_ids, seen_offsets, seen_factors, weight, versions, grad_mode, output = s
-            if ((ids is seen_ids or same_tensor(ids, seen_ids)) and (offsets is seen_offsets or same_tensor(offsets, seen_offsets))
-                    and (sample_weights is seen_factors or same_tensor(sample_weights, seen_factors))
-                    and self.parameters.get("weight") is weight and versions == _versions(ids, offsets, sample_weights, weight)
-                    and grad_mode is torch.is_grad_enabled()):
-                del self.served[place]
-                return output
-        return None
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.slots, self.alone = Slots(), {}
 
     def by_itself(self, form: str, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
         """One fused lookup of this module alone, or None where only torch's forward means what it should."""
@@ -180,7 +149,7 @@ class LiftedForward:
             return None
         table = runtime.tables[feature.table]
         weights = runtime.weights([table])
-        if weights is None or weights[0] is not self.parameters.get("weight") \
+        if weights is None or weights[0] is not self.module._parameters.get("weight") \
                 or weights[0].dtype != torch.float32 or weights[0].shape != (table.rows, table.dim) or not weights[0].is_cpu:
             runtime.aside(feature.name, f"torch's forward ran: {ODD_WEIGHT}")
             return None
@@ -201,7 +170,7 @@ class LiftedBag(LiftedForward):
         """As torch.nn.EmbeddingBag.forward."""
         if torch.compiler.is_compiling():
             return type(self.module).forward(self.module, input, offsets, per_sample_weights)
-        output = self.take(input, offsets, per_sample_weights) if self.served else None
+        output = self.slots.take(input, offsets, per_sample_weights, self.module._parameters.get("weight"), torch.is_grad_enabled())
         if output is None:
             form = self._form(input, offsets, per_sample_weights)
             if form is not None:
@@ -232,7 +201,7 @@ class LiftedEmbedding(LiftedForward):
         """As torch.nn.Embedding.forward."""
         if torch.compiler.is_compiling():
             return type(self.module).forward(self.module, input)
-        output = self.take(input, None, None) if self.served else None
+        output = self.slots.take(input, None, None, self.module._parameters.get("weight"), torch.is_grad_enabled())
         if output is None:
             output = self.by_itself("ids", input, None, None)
         return type(self.module).forward(self.module, input) if output is None else output

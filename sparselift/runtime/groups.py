@@ -17,9 +17,9 @@ from sparselift.ir import Concat, Feature, Table
 from sparselift.kernels import get_backend
 from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableKnobs, TableSpec
 from sparselift.memory import OutputRing
+from sparselift.runtime._hot import TableGrad, accumulate, trainable
 from sparselift.runtime.concat import ConcatBuffer
 from sparselift.runtime.inputs import Fetch, compile_fetch
-from sparselift.runtime.pending import TableGrad, accumulate
 from sparselift.schedule import TableSchedule
 
 
@@ -129,7 +129,7 @@ class LookupCall:
 
     def __init__(self, group: LookupGroup, weights: Sequence[Tensor], grads: Sequence[TableGrad]) -> None:
         self.group, self.weights, self.grads = group, weights, grads
-        self.trainable = tuple(t for t, weight in enumerate(weights) if weight.requires_grad)
+        self.trainable = trainable(weights)
         self.buffer = None
 
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> None:
@@ -178,7 +178,7 @@ class LookupCall:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""
         grad = self._arranged(grads)
         arrival = Arrival(self.group.program, Segment.arrived(self.batch, grad), self.group.place)
-        accumulate([(self.weights[t], self.grads[t]) for t in self._reached(grad)], arrival)
+        accumulate(self._reached(grad), self.weights, self.grads, arrival)
         return [self._sample_weight_grad(f, grad) for f in self.weighted]
 
     def _arranged(self, grads: Sequence[Tensor | None]) -> Tensor | list[Tensor | None]:

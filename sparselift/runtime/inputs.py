@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from sparselift.ir import Feature, InputPath
 
 Fetched = tuple[list[Any], list[Any], list[Any]]     # ids, offsets, per-sample weights, one each a feature
@@ -57,11 +55,3 @@ def _expression(path: InputPath | None) -> str:
         dim, index = (int(number) for number in path.select)
         text = f"{text}.select({dim}, {index})"
     return text
-
-
-def same_tensor(a: Any, b: Any) -> bool:
-    """Whether two tensors are the same view of the same memory."""
-    if a is b:
-        return True
-    return (isinstance(a, Tensor) and isinstance(b, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape
-            and a.stride() == b.stride() and a.dtype == b.dtype and a.device == b.device)

@@ -7,25 +7,22 @@ hidden from torch's loop; other lifted tables give torch's loop a real gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparselift.grad import GradState, PendingGrad
-from sparselift.ir import Table
 from sparselift.kernels.base import Segment, UpdateRule
 from sparselift.optim import fused_rule, update_rule
+from sparselift.runtime._hot import consists_of_lookups, pending
 from sparselift.runtime.executor import Runtime
 
+_NO_STATE: dict[str, Any] = {}
 
-class _Update(NamedTuple):
-    """One table that the kernels are to update."""
 
-    weight: Tensor
-    grad: GradState
-    rule: UpdateRule
-    sums: Tensor | None            # Adagrad's
+# One table that the kernels are to update: weight, gradient, rule, Adagrad's sums.
+_Update = tuple[Tensor, GradState, UpdateRule, Tensor | None]
 
 
 class FusedStep:
@@ -33,6 +30,7 @@ class FusedStep:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.fused = frozenset(name for name in runtime.tables if runtime.knobs[name].update == "fused")
         self.hidden: list[tuple[Tensor, PendingGrad]] = []
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,7 +52,7 @@ class FusedStep:
                     _run(self.runtime, batch)
                 if counters:
                     torch._foreach_add_(counters, 1)
-            torch.autograd.graph.increment_version([update.weight for update in updates])
+            torch.autograd.graph.increment_version([weight for weight, _, _, _ in updates])
         return (args, kwargs) if closure is not None else None
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -69,48 +67,41 @@ class FusedStep:
 
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], updates: list[_Update], counters: list[Tensor]) -> None:
         """Hide the pending gradients of a param group's tables; give torch's loop real ones where it must update them itself."""
-        rules: dict[bool, tuple[str | None, str]] = {}
+        found = pending(group["params"])
+        if not found:
+            return
+        rules = {sparse: fused_rule(optimizer, group, sparse) for sparse in {state.sparse for _, _, state in found}}
         shared: UpdateRule | None = None
-        for weight in group["params"]:
-            grad = weight.grad
-            if type(grad) is not PendingGrad:
-                continue
-            state = grad._state
-            table = self.runtime.tables.get(state.table)
-            if table is None:                                  # a lifted gradient of another model; torch materialises it
-                continue
-            if state.sparse not in rules:
-                rules[state.sparse] = fused_rule(optimizer, group, state.sparse)
+        for weight, grad, state in found:
             rule, reason = rules[state.sparse]
-            own = optimizer.state.get(weight, {}) if rule not in (None, "sgd") else {}
-            if rule is not None:
-                reason = self._obstacle(table, state) or _state_obstacle(rule, own, weight)
+            own = optimizer.state.get(weight, _NO_STATE) if rule not in (None, "sgd") else _NO_STATE
+            if rule is not None and (state.table not in self.fused or own is not _NO_STATE or not consists_of_lookups(state)):
+                reason = self._obstacle(state) or (_state_obstacle(rule, own, weight) if rule != "sgd" else "")
             self.hidden.append((weight, grad))
-            if rule is None or reason:
+            if reason:
                 weight.grad = state.tensor()
-                self.runtime.updates[table.name, f"torch's optimizer: {reason}"] += 1
+                self.runtime.updates[state.table, f"torch's optimizer: {reason}"] += 1
                 continue
+            assert rule is not None
             weight.grad = None
-            if shared is None or group.get("lr_decay") or shared.kind != rule:
+            if shared is None or "lr_decay" in group or shared.kind != rule:
                 shared = update_rule(rule, group, own)
-            updates.append(_Update(weight, state, shared, own.get("sum")))
+            updates.append((weight, state, shared, own.get("sum")))
             if own:
                 counters.append(own["step"])
 
-    def _obstacle(self, table: Table, state: GradState) -> str:
+    def _obstacle(self, state: GradState) -> str:
         """Why the kernels may not take a table's gradient; empty if they may."""
-        if self.runtime.knobs[table.name].update == "native":
+        if state.table not in self.runtime.tables:
+            return "a table of another model"
+        if state.table not in self.fused:
             return "the plan chose it"
         if state.value is not None:
             return "the gradient was read or written as a tensor"
-        if len(state.arrived) > 1 and any(a.program is not state.arrived[0].program for a in state.arrived):
-            return "lookups of the table ran in several groups"
-        return ""
+        return "" if consists_of_lookups(state) else "lookups of the table ran in several groups"
 
 
 def _state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
-    if rule == "sgd":
-        return ""
     total = state.get("sum")
     shape = weight.shape if rule == "adagrad" else weight.shape[:1]
     if not isinstance(total, Tensor) or total.dtype != torch.float32 or total.shape != shape or not total.is_contiguous():
@@ -120,26 +111,26 @@ def _state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
 
 def _by_arrivals(updates: Sequence[_Update]) -> list[list[_Update]]:
     """Tables whose gradients consist of the same backwards of one program, and so go into one kernel call."""
-    first = updates[0].grad.arrived
-    if first and all([update.grad.arrived is first for update in updates]):
+    first = updates[0][1].arrived
+    if first and all([grad.arrived is first for _, grad, _, _ in updates]):  # noqa: C419  a list is twice as fast here
         return [list(updates)]
     batches: dict[tuple[int, ...], list[_Update]] = {}
     for update in updates:
-        if update.grad.arrived:                               # a zeroed gradient moves nothing
-            batches.setdefault(tuple(map(id, update.grad.arrived)), []).append(update)
+        if update[1].arrived:                                 # a zeroed gradient moves nothing
+            batches.setdefault(tuple(map(id, update[1].arrived)), []).append(update)
     return list(batches.values())
 
 
 def _run(runtime: Runtime, updates: Sequence[_Update]) -> None:
     """Update the tables of one program. Those that are not in `updates` are passed without a rule."""
-    arrived = updates[0].grad.arrived
+    arrived = updates[0][1].arrived
     program, place = arrived[0].program, arrived[0].place
     weights: list[Any] = [None] * len(place)
     states: list[Tensor | None] = [None] * len(place)
     rules: list[UpdateRule | None] = [None] * len(place)
-    for update in updates:
-        position = place[update.grad.table]
-        weights[position], states[position], rules[position] = update.weight, update.sums, update.rule
+    for weight, grad, rule, sums in updates:
+        position = place[grad.table]
+        weights[position], states[position], rules[position] = weight, sums, rule
     if len(updates) < len(place):
         for name, position in place.items():
             if weights[position] is None:
@@ -148,14 +139,14 @@ def _run(runtime: Runtime, updates: Sequence[_Update]) -> None:
 
 
 def _segment(updates: Sequence[_Update], position: int) -> Segment:
-    arrival = updates[0].grad.arrived[position]
+    arrival = updates[0][1].arrived[position]
     arrival.segment.check_unchanged()
-    if all([update.grad.scales is None for update in updates]):
+    if all([grad.scales is None for _, grad, _, _ in updates]):  # noqa: C419
         return arrival.segment
     scales = [1.0] * len(arrival.place)
-    for update in updates:
-        if update.grad.scales is not None:
-            scales[arrival.place[update.grad.table]] = update.grad.scales[position]
+    for _, grad, _, _ in updates:
+        if grad.scales is not None:
+            scales[arrival.place[grad.table]] = grad.scales[position]
     return Segment(arrival.segment.batch, arrival.segment.grad, scales)
 
 
