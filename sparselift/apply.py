@@ -105,7 +105,7 @@ class Applied:
         if self.runtime is None:
             return
         for name, forward in self.runtime.forwards.items():
-            forward.served.clear()
+            forward.slots.clear()
             model.get_submodule(name).__dict__.pop("forward", None)
         for name, owner in self.runtime.owners.items():
             weight = owner._parameters.get("weight")
