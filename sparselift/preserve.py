@@ -225,9 +225,9 @@ class _WatchTables(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if _writes(func, kwargs):  # through an alias it cannot: whoever takes one is a reader already
-            self._keep_whole(uses(func, args, kwargs, (), self._tables))
+            self._keep_whole(values_read(func, args, kwargs, (), self._tables))
         result = func(*args, **kwargs)
-        self._keep_whole(uses(func, args, kwargs, result, self._tables))
+        self._keep_whole(values_read(func, args, kwargs, result, self._tables))
         if func in (F.embedding, F.embedding_bag):
             table = self._tables.get(id(args[1] if len(args) > 1 else kwargs.get("weight")))
             if table is not None:
@@ -239,7 +239,7 @@ class _WatchTables(TorchFunctionMode):
             self._tables[id(weight)].keep_whole()
 
 
-def uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensors: Container[int]) -> Iterator[Tensor]:
+def values_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensors: Container[int]) -> Iterator[Tensor]:
     """The arguments of a torch function whose id() is in `tensors`, where the call reads values, or gives an alias, or writes.
 
     Lookups of rows do not count, nor what gives no tensor (sizes, flags), nor looks at layout and gradient.

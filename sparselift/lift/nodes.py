@@ -78,9 +78,10 @@ def build_nodes(structure: Structure, sketches: Mapping[str, Sketch], cost: Step
     updates: list[Node] = []
     for table in structure.tables:
         if tables[table.name].requires_grad:
-            sizes = _sizes(structure, table, sketches)
-            modules = {feature.module for feature in structure.features_of(table.name)}
-            backward += _gradient(structure, table, sizes, sum(cost.lookup_backward_s.get(module, 0.0) for module in modules))
+            features = structure.features_of(table.name)
+            sizes = _sizes(table, features, sketches)
+            seconds = sum(cost.lookup_backward_s.get(module, 0.0) for module in {feature.module for feature in features})
+            backward += _gradient(table, tuple(feature.name for feature in features), sizes, seconds)
             if table.optimizer is not None:
                 updates.append(_update(table, sizes, backward[-1].name))
     table_weights = set(tables.values())
@@ -121,9 +122,8 @@ def _concat(structure: Structure, concat: Concat, sketches: Mapping[str, Sketch]
                 Resources(read_bytes=nbytes, write_bytes=nbytes, live_bytes=2 * nbytes))
 
 
-def _gradient(structure: Structure, table: Table, sizes: _Sizes, seconds: float) -> list[Node]:
+def _gradient(table: Table, features: tuple[str, ...], sizes: _Sizes, seconds: float) -> list[Node]:
     """From gradients of pooled rows to the gradient of a table, as the optimizer wants it."""
-    features = tuple(feature.name for feature in structure.features_of(table.name))
     written = sizes.ids * (table.dim * 4 + _COO_ID_BYTES) if table.sparse else table.rows * table.dim * 4
     nodes = [Node(f"expand:{table.name}", "expand", "backward", ("dense_backward",), (table.name,), features, Resources(
         read_bytes=round(sizes.ids * table.dim * 4), write_bytes=round(written),
@@ -162,8 +162,7 @@ def _dense_update(index: int, optimizer: torch.optim.Optimizer, tables: set[Tens
         live_bytes=elements * 4, launches=len(sizes)))
 
 
-def _sizes(structure: Structure, table: Table, sketches: Mapping[str, Sketch]) -> _Sizes:
-    features = structure.features_of(table.name)
+def _sizes(table: Table, features: Sequence[Feature], sketches: Mapping[str, Sketch]) -> _Sizes:
     seen = [sketches[feature.name] for feature in features]
     return _Sizes(sum(sketch.lookups_per_batch for sketch in seen), min(sum(sketch.unique_per_batch for sketch in seen), table.rows),
                   sum(_outputs(feature, sketch) for feature, sketch in zip(features, seen)))

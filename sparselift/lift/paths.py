@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,51 +13,51 @@ from torch import Tensor, nn
 from sparselift.ir import InputPath
 
 _MAX_DEPTH = 5
-_MAX_TENSORS = 100_000
+_SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 
 Keys = tuple[str | int, ...]
-Inputs = dict[Any, list[tuple[Keys, Tensor]]]      # by storage
 
 
-def index_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
-    """Every tensor among the arguments, by the address of its storage."""
-    found: Inputs = {}
-    for count, (keys, tensor) in enumerate((*walk(args, ("args",)), *walk(kwargs, ("kwargs",)))):
-        if count == _MAX_TENSORS:
-            break
-        found.setdefault(_storage(tensor), []).append((keys, tensor))
-    return found
+class Inputs:
+    """The tensors among the arguments of one forward."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._views: dict[Any, list[tuple[Keys, Tensor]]] = {}       # by memory and layout
+        self._matrices: dict[Any, list[tuple[Keys, Tensor]]] = {}    # of more than one dimension, by storage
+        for keys, tensor in chain(_walk(args, ("args",)), _walk(kwargs, ("kwargs",))):
+            self._views.setdefault(_view(tensor), []).append((keys, tensor))
+            if tensor.dim() > 1 and tensor.layout is torch.strided:
+                self._matrices.setdefault(_storage(tensor), []).append((keys, tensor))
+
+    def find(self, tensor: Tensor) -> Iterator[InputPath]:
+        """Every path that gives this tensor: itself first, then the same view of its memory, then a row or column of an input."""
+        views = self._views.get(_view(tensor), [])
+        for itself in (True, False):
+            yield from (InputPath(keys) for keys, other in views if (other is tensor) is itself)
+        for keys, matrix in self._matrices.get(_storage(tensor), []) if tensor.layout is torch.strided else ():
+            yield from (InputPath(keys, select) for select in _selects(matrix, tensor))
 
 
-def walk(value: Any, keys: Keys) -> Iterator[tuple[Keys, Tensor]]:
+def _walk(value: Any, keys: Keys) -> Iterator[tuple[Keys, Tensor]]:
     """(keys, tensor) for every tensor in nested lists, tuples, mappings, dataclasses and objects with attributes."""
     if isinstance(value, Tensor):
         yield keys, value
     elif len(keys) <= _MAX_DEPTH:
         for key, item in _items(value):
-            yield from walk(item, (*keys, key))
+            if type(item) not in _SCALARS:
+                yield from _walk(item, (*keys, key))
 
 
-def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
+def _items(value: Any) -> Iterable[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
-        yield from ((key, item) for key, item in value.items() if type(key) in (str, int))
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from ((field.name, getattr(value, field.name, None)) for field in fields(value))
-    elif not isinstance(value, (nn.Module, type)) and not callable(value):
-        yield from getattr(value, "__dict__", {}).items()
-
-
-def find(tensor: Tensor, inputs: Inputs) -> list[InputPath]:
-    """Every path that gives this tensor: the tensor itself first, then the same view of its memory, then a row or column of an input."""
-    candidates = inputs.get(_storage(tensor), [])
-    whole = [keys for keys, other in candidates if other is tensor]
-    whole += [keys for keys, other in candidates if other is not tensor and same_tensor(other, tensor)]
-    paths = [InputPath(keys) for keys in whole]
-    for keys, other in candidates:
-        paths.extend(InputPath(keys, select) for select in _selects(other, tensor))
-    return paths
+        return [(key, item) for key, item in value.items() if type(key) in (str, int)]
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    if isinstance(value, (nn.Module, type)) or callable(value):
+        return ()
+    return list(getattr(value, "__dict__", {}).items())
 
 
 def holds(path: InputPath, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Tensor) -> bool:
@@ -69,19 +70,22 @@ def holds(path: InputPath, args: tuple[Any, ...], kwargs: Mapping[str, Any], ten
 
 def same_tensor(a: Any, b: Any) -> bool:
     """Whether two tensors are the same view of the same memory."""
-    if a is b:
-        return True
-    return (isinstance(a, Tensor) and isinstance(b, Tensor) and a.layout is b.layout is torch.strided and a.data_ptr() == b.data_ptr()
-            and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and a.device == b.device)
+    return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and _view(a) == _view(b))
+
+
+def _view(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _storage(tensor: Tensor) -> Any:
-    return (tensor.device, tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else id(tensor)
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _selects(whole: Tensor, part: Tensor) -> Iterator[tuple[int, int]]:
     """(dim, index) with whole.select(dim, index) the same view as `part`."""
-    if whole.dim() != part.dim() + 1 or whole.dtype != part.dtype or whole.layout is not torch.strided:
+    if whole.dim() != part.dim() + 1 or whole.dtype != part.dtype:
         return
     distance = int(part.storage_offset()) - int(whole.storage_offset())
     sizes, strides = tuple(whole.shape), whole.stride()

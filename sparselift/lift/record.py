@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from sparselift.errors import WorkloadError
 from sparselift.lift.modules import EmbeddingModule
-from sparselift.preserve import uses
+from sparselift.lift.paths import Inputs
+from sparselift.preserve import values_read
 from sparselift.workload import Workload
 
 _CATS = (torch.cat, torch.concat, torch.concatenate)
@@ -50,6 +51,7 @@ class Recording:
     """What the steps showed."""
 
     scopes: list[Scope] = field(default_factory=list)
+    inputs: Inputs | None = None   # of the first root forward, as they were when it started
     weight_uses: dict[Tensor, str] = field(default_factory=dict)  # weight of an embedding module -> what else reads it
     functional: dict[Tensor, str] = field(default_factory=dict)   # other parameter -> the torch function that looks up its rows
 
@@ -114,6 +116,8 @@ class _Run:
             yield
 
     def _enter_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.recording.inputs is None:
+            self.recording.inputs = Inputs(args, kwargs)
         self.scope, self.calls = Scope(self.outside.step, args, kwargs), Counter()
         self.recording.scopes.append(self.scope)
 
@@ -173,13 +177,18 @@ class _Watch(TorchFunctionMode):
         if func in _CATS and _dim(args, kwargs) in (1, -1):
             run.saw_cat(args[0] if args else kwargs["tensors"])
         result = func(*args, **kwargs)
-        for output in uses(func, args, kwargs, result, run.outputs):
+        for output in values_read(func, args, kwargs, result, run.outputs):
             run.readers[run.outputs[id(output)][0]] += 1
-        for weight in uses(func, args, kwargs, result, run.weights):
+        for weight in values_read(func, args, kwargs, result, run.weights):
             # What is detached does not add to the gradient, and a write to it shows in the weight's version.
             if not run.inside and func is not Tensor.detach:
-                run.recording.weight_uses.setdefault(weight, getattr(func, "__qualname__", None) or str(func))
+                run.recording.weight_uses.setdefault(weight, _name(func))
         return result
+
+
+def _name(func: Any) -> str:
+    """A torch function's name for people; a property's getter is a method of the property's descriptor."""
+    return f"Tensor.{func.__self__.__name__}" if getattr(func, "__name__", "") == "__get__" else getattr(func, "__qualname__", str(func))
 
 
 def _dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparselift.ir import Concat, Feature, InputPath, Refusal, Table
 from sparselift.lift.modules import EmbeddingModule
-from sparselift.lift.paths import find, holds, index_inputs
+from sparselift.lift.paths import holds
 from sparselift.lift.record import Key, Recording, Scope
 
 
@@ -17,7 +17,6 @@ def find_features(recording: Recording, modules: Mapping[str, EmbeddingModule], 
                   notes: dict[str, str]) -> dict[Key, Feature]:
     """The lookups of these modules. Adds to `notes`, by feature, why one cannot run before the forward."""
     roots = [scope for scope in recording.scopes if scope.args is not None]
-    inputs = index_inputs(roots[0].args or (), roots[0].kwargs) if roots else {}
     features: dict[Key, Feature] = {}
     for key in recording.keys:
         path, call = key
@@ -27,9 +26,10 @@ def find_features(recording: Recording, modules: Mapping[str, EmbeddingModule], 
         name = (path or "root") + (f"#{call}" if call else "")
         everywhere = all(key in scope.lookups for scope in roots) and all(scope.args is not None for scope, _ in recording.seen(key))
         found: dict[str, InputPath | None] = {"ids": None, "offsets": None, "weights": None}
-        if everywhere:
+        if everywhere and recording.inputs is not None:
             for what in found:
-                candidates = find(getattr(lookup, what), inputs) if getattr(lookup, what) is not None else []
+                tensor = getattr(lookup, what)
+                candidates = recording.inputs.find(tensor) if tensor is not None else ()
                 found[what] = next((each for each in candidates if _always_holds(each, recording, key, what)), None)
         feature = Feature(
             name=name, module=path, call=call, table=tables[module.weight].name, pooling=getattr(module, "mode", "none"),
