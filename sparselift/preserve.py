@@ -93,6 +93,13 @@ class preserve:
         for table in tables.values():
             table.keep()
 
+    def watch(self) -> AbstractContextManager[Any]:
+        """While this is entered, a table that the model's Python reads or writes beside lookups is kept whole just before.
+
+        For runs that update nothing on batches that were not announced.
+        """
+        return _WatchTables(self._tables)
+
     def _restore(self) -> None:
         # The stack runs every undo, even after one has raised; a second Ctrl-C waits until it is done.
         with sigint_deferred(), torch.no_grad():

@@ -45,7 +45,7 @@ def lift(work: Workload, batches: int = 8) -> Graph:
     if not found.modules:
         raise _nothing_lifted(work, found.refusals)
     taken = _take(work, batches)
-    with preserve(work, ()), eager():
+    with preserve(work, ()) as kept, kept.watch(), eager():
         recording = record(work, found.modules, taken)
         cost = measure(work, found.modules, taken[0])
         traced = trace(work.model)

@@ -98,8 +98,8 @@ class _Run:
         self.calls: Counter[str] = Counter()                     # of modules in this scope
         self.inside = 0                                          # depth of embedding modules' forwards
         self.outputs: dict[int, tuple[Key, Tensor]] = {}         # by id(); kept alive, so that an id stays its tensor's
-        self.readers: Counter[Key] = Counter()                   # torch functions that got a lookup's output
-        self.cats: list[tuple[Scope, Parts]] = []
+        self.readers: Counter[int] = Counter()                   # torch functions that got an output, by its id()
+        self.cats: list[tuple[Scope, Parts, list[int]]] = []     # and the id() of the outputs in it
         self.weights = {id(module.weight) for module in modules.values()}
         self.others = {id(weight) for weight in model.parameters()} - self.weights
 
@@ -142,17 +142,15 @@ class _Run:
             if tensor.dim() != 2 or tensor.dtype != torch.float32:
                 return
             parts.append(self.outputs[id(tensor)][0] if id(tensor) in self.outputs else tensor.shape[1])
-        if any(isinstance(part, tuple) for part in parts):
-            self.cats.append((self.scope, tuple(parts)))
+        if outputs := [id(tensor) for tensor in tensors if id(tensor) in self.outputs]:
+            self.cats.append((self.scope, tuple(parts), outputs))
 
     def close(self, loss: Tensor) -> None:
         """Keep the concats whose lookups have no other reader, by torch functions and by the autograd graph."""
         edges = _edges(loss)
-        for key, output in self.outputs.values():
-            if output.grad_fn is not None and edges[output.grad_fn] > 1:
-                self.readers[key] += 1
-        for scope, parts in self.cats:
-            if all(self.readers[part] == 1 for part in parts if isinstance(part, tuple)):
+        for scope, parts, outputs in self.cats:
+            nodes = [self.outputs[output][1].grad_fn for output in outputs]
+            if all(self.readers[output] == 1 for output in outputs) and all(edges[node] <= 1 for node in nodes if node is not None):
                 scope.concats.append(parts)
         if self.outside.lookups:
             self.recording.scopes.append(self.outside)
@@ -178,7 +176,7 @@ class _Watch(TorchFunctionMode):
             run.saw_cat(args[0] if args else kwargs["tensors"])
         result = func(*args, **kwargs)
         for output in values_read(func, args, kwargs, result, run.outputs):
-            run.readers[run.outputs[id(output)][0]] += 1
+            run.readers[id(output)] += 1
         for weight in values_read(func, args, kwargs, result, run.weights):
             # What is detached does not add to the gradient, and a write to it shows in the weight's version.
             if not run.inside and func is not Tensor.detach:

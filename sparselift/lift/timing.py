@@ -123,10 +123,10 @@ class _Timed:
         self.inside = True
         self._started = time.perf_counter()
 
-    def _stop_forward(self, path: str, module: nn.Module, args: Any, output: Tensor) -> None:
+    def _stop_forward(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         self.lookup_s[path] += time.perf_counter() - self._started
         self.inside = False
-        if output.grad_fn is not None:
+        if getattr(output, "grad_fn", None) is not None:         # a forward hook may have made something else of it
             output.grad_fn.register_prehook(self._start)
             output.grad_fn.register_hook(partial(self._stop_backward, path))
 

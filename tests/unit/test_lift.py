@@ -615,6 +615,12 @@ def test_several_forwards_in_a_step_are_one_structure():
     assert graph.sketches["good"].bags == 2 * B
 
 
+def test_a_concat_in_each_of_several_forwards():
+    work = dlrm_work()
+    graph = lift(work_of(work.model, work.batches, lambda model, batch: model(*batch).sum() - model(*batch).mean()))
+    assert [c.parts for c in graph.structure.concats] == [(4, "emb_l.0", "emb_l.1", "emb_l.2")]
+
+
 def test_the_root_itself_may_be_a_lookup():
     model = bag()
     graph = lift(work_of(model, [(ids[0], offsets[0]) for ids, offsets in map(draw, range(2))]))
@@ -647,6 +653,20 @@ def test_bad_workloads_are_named():
         lift(dlrm_work(), batches=0)
     with pytest.raises(RuntimeError, match="not in the valid range"):  # torch's own words about the user's ids
         lift(beside(bag(3)))
+
+
+def test_a_forward_that_writes_to_its_table_leaves_no_trace():
+    class Normalised(Beside):
+        def forward(self, ids, offsets):
+            self.odd.weight.data.copy_(F.normalize(self.odd.weight.data))
+            return super().forward(ids, offsets)
+
+    work = beside(bag())
+    model = Normalised(work.model.odd)
+    before = copy.deepcopy(model.state_dict())
+    graph = lift(work_of(model, work.batches))
+    assert "its weight is read by Tensor.data as well" in graph.refusals[0].reason
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_lifting_leaves_no_trace():
