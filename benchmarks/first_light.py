@@ -23,7 +23,7 @@ import sparselift as sl
 from sparselift.plan import Plan, default_plan
 
 WORKLOADS = ("W1", "W2", "W3", "W4", "W5", "W6b")
-BENCH = Path(__file__).parents[2] / "shared" / "bench"
+BENCH = Path(__file__).resolve().parents[2] / "shared" / "bench"
 EXIT_CHECK_FAILED, EXIT_NO_BENCH = 1, 3
 LIFT_REPS = 3
 

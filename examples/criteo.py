@@ -1,0 +1,26 @@
+"""Click prediction on a Criteo log: DLRM with the layers of the official script, natively and under two plans.
+
+    python examples/criteo.py --data path/to/train.txt --limit 100000
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from _common import TRAIN_SHARE, Task, options, run
+
+from sparselift.datasets import read_criteo
+
+DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "criteo_kaggle_8k.tsv.gz"
+
+
+def main() -> None:
+    parser = options(__doc__, batch_size=256, epochs=5, lr=0.1)
+    parser.add_argument("--data", type=Path, default=DATA, help="plain or gzip: label, 13 integers, 26 hexadecimal ids")
+    args = parser.parse_args()
+    train, test = read_criteo(args.data, limit=args.limit, max_rows=1_000_000).split(TRAIN_SHARE)
+    run(Task.of("criteo", train, test, args.batch_size, bottom=(512, 256, 64), top=(512, 256, 1)), args)
+
+
+if __name__ == "__main__":
+    main()
