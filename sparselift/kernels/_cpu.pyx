@@ -9,6 +9,8 @@ from libc.stdlib cimport calloc, free
 
 from sparselift._dlpack cimport SL_DL_FLOAT, SL_DL_INT, View, exchange_of, sl_dl_exchange, view_tensor
 
+from threading import Lock
+
 import torch
 from torch import Tensor, get_num_threads
 
@@ -152,6 +154,7 @@ cdef class Program:
 
     cdef readonly tuple tables, features
     cdef readonly str isa
+    cdef object busy                        # held while a kernel runs: what is below and the workspaces serve one call at a time
     cdef sl_program* handle
     cdef Py_ssize_t num_tables, num_features
     cdef int64_t width                      # columns that a shared output needs; -1: features overlap
@@ -174,6 +177,7 @@ cdef class Program:
         cdef int32_t number
         cdef sl_status status
         checks.check_specs(tables, features)
+        self.busy = Lock()
         self.tables, self.features, self.isa = tuple(tables), tuple(features), isa
         self.num_tables, self.num_features = len(self.tables), len(self.features)
         self.table_specs = <sl_table*>allocate(self.num_tables, sizeof(sl_table))
@@ -251,20 +255,21 @@ cdef class Program:
         if weights is not None:
             fast_weights = sequence(weights, "weights", "feature", self.num_features)
         kept = []           # copies of inputs that could not be read where they are
-        for f in range(self.num_features):
-            self._read_ids(f, item(fast_indices, f))
-            self._read_weights(f, None if fast_weights is None else item(fast_weights, f), kept)
-            self._read_offsets(f, item(fast_offsets, f))
-        with nogil:
-            status = sl_prepare(self.handle, self.inputs, threads, &batch.handle, &fault)
-        if status == SL_BAD_ID or status == SL_BAD_OFFSET:
-            spec = self.features[fault.feature]
-            if status == SL_BAD_ID:
-                raise checks.id_error(spec, self.tables[spec.table], fault.position, fault.value)
-            raise checks.offset_error(spec, fault.position, fault.value, fault.previous, self.inputs[fault.feature].num_ids)
-        check(status)
-        batch.program = self
-        return batch
+        with self.busy:
+            for f in range(self.num_features):
+                self._read_ids(f, item(fast_indices, f))
+                self._read_weights(f, None if fast_weights is None else item(fast_weights, f), kept)
+                self._read_offsets(f, item(fast_offsets, f))
+            with nogil:
+                status = sl_prepare(self.handle, self.inputs, threads, &batch.handle, &fault)
+            if status == SL_BAD_ID or status == SL_BAD_OFFSET:
+                spec = self.features[fault.feature]
+                if status == SL_BAD_ID:
+                    raise checks.id_error(spec, self.tables[spec.table], fault.position, fault.value)
+                raise checks.offset_error(spec, fault.position, fault.value, fault.previous, self.inputs[fault.feature].num_ids)
+            check(status)
+            batch.program = self
+            return batch
 
     cdef int _read_ids(self, Py_ssize_t f, object indices) except -1:
         cdef View view
@@ -316,12 +321,13 @@ cdef class Program:
     def forward(self, tables, Batch batch not None, out):
         cdef int32_t threads = get_num_threads()
         cdef sl_status status
-        self._check_batch(batch)
-        self._read_tables(tables)
-        self._read_outputs(batch, out)
-        with nogil:
-            status = sl_forward(self.handle, <const float* const*>self.weights, batch.handle, self.outputs, threads)
-        check(status)
+        with self.busy:
+            self._check_batch(batch)
+            self._read_tables(tables)
+            self._read_outputs(batch, out)
+            with nogil:
+                status = sl_forward(self.handle, <const float* const*>self.weights, batch.handle, self.outputs, threads)
+            check(status)
 
     cdef int _check_batch(self, Batch batch) except -1:
         if batch.program is not self:
@@ -388,20 +394,21 @@ cdef class Program:
         cdef sl_matrix part
         cdef sl_status status
         cdef float* out
-        self._check_batch(batch)
-        self._read_tables(tables)
-        if not self._read_part(batch, feature, grad, &part):
-            spec = self.features[feature]
-            checks.check_rows(f"gradient of feature {spec.name!r}", grad, (batch.num_bags[feature], self.tables[spec.table].dim))
-            grad = grad.detach().resolve_neg().contiguous()
+        with self.busy:
+            self._check_batch(batch)
+            self._read_tables(tables)
             if not self._read_part(batch, feature, grad, &part):
-                refuse(f"gradient of feature {spec.name!r}")
-        result = torch.empty(batch.num_lookups[feature])
-        out = <float*><uintptr_t>result.data_ptr()
-        with nogil:
-            status = sl_weight_grad(self.handle, self.weights[self.feature_specs[feature].table], batch.handle, feature, part, out)
-        check(status)
-        return result
+                spec = self.features[feature]
+                checks.check_rows(f"gradient of feature {spec.name!r}", grad, (batch.num_bags[feature], self.tables[spec.table].dim))
+                grad = grad.detach().resolve_neg().contiguous()
+                if not self._read_part(batch, feature, grad, &part):
+                    refuse(f"gradient of feature {spec.name!r}")
+            result = torch.empty(batch.num_lookups[feature])
+            out = <float*><uintptr_t>result.data_ptr()
+            with nogil:
+                status = sl_weight_grad(self.handle, self.weights[self.feature_specs[feature].table], batch.handle, feature, part, out)
+            check(status)
+            return result
 
     # ------------------------------------------------------------------------------------------------ update
 
@@ -409,13 +416,14 @@ cdef class Program:
         cdef int32_t threads = get_num_threads()
         cdef sl_status status
         cdef Py_ssize_t count
-        self._read_tables(tables)
-        self._read_rules(states, rules)
-        kept = []
-        count = self._read_segments(segments, kept)
-        with nogil:
-            status = sl_update(self.handle, self.weights, self.states, self.rules, self.segments, count, threads)
-        check(status)
+        with self.busy:
+            self._read_tables(tables)
+            self._read_rules(states, rules)
+            kept = []
+            count = self._read_segments(segments, kept)
+            with nogil:
+                status = sl_update(self.handle, self.weights, self.states, self.rules, self.segments, count, threads)
+            check(status)
 
     cdef int _read_rules(self, object states, object rules) except -1:
         cdef Py_ssize_t t
@@ -520,13 +528,14 @@ cdef class Program:
         cdef int64_t* rows
         cdef float* grads
         kept = []
-        num_segments = self._read_segments(segments, kept)
-        with nogil:
-            status = (sl_count_rows if coalesced else sl_count_lookups)(self.handle, table, self.segments, num_segments, &count)
-        check(status)
-        ids, values = torch.empty(count, dtype=torch.int64), torch.empty(count, self.table_specs[table].dim)
-        rows, grads = <int64_t*><uintptr_t>ids.data_ptr(), <float*><uintptr_t>values.data_ptr()
-        with nogil:
-            status = (sl_coalesced_grad if coalesced else sl_expanded_grad)(self.handle, table, self.segments, num_segments, rows, grads)
-        check(status)
-        return ids, values
+        with self.busy:
+            num_segments = self._read_segments(segments, kept)
+            with nogil:
+                status = (sl_count_rows if coalesced else sl_count_lookups)(self.handle, table, self.segments, num_segments, &count)
+            check(status)
+            ids, values = torch.empty(count, dtype=torch.int64), torch.empty(count, self.table_specs[table].dim)
+            rows, grads = <int64_t*><uintptr_t>ids.data_ptr(), <float*><uintptr_t>values.data_ptr()
+            with nogil:
+                status = (sl_coalesced_grad if coalesced else sl_expanded_grad)(self.handle, table, self.segments, num_segments, rows, grads)
+            check(status)
+            return ids, values

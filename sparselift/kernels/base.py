@@ -4,7 +4,7 @@ Letters in shapes: B bags of a feature, D columns of a table, K ids of a feature
 
 A backend compiles the static structure of one lookup group into a `BagProgram`; a program then runs the
 steps: `prepare` (validate, narrow and own the ids), `forward`, and later `update` from any number of prepared batches.
-Programs may keep workspaces between calls, so one program serves one thread at a time.
+Programs keep workspaces between calls; calls from several threads take turns.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -462,3 +463,14 @@ def test_slice_used_after_the_concat_was_modified_raises() -> None:
     attach(structure, schedule(structure), lifted, [optimizer], "reference")
     with pytest.raises(RuntimeError, match="modified in place"):
         lifted(*batch(0))
+
+
+def test_threads_that_train_one_model_take_turns() -> None:
+    pair = Pair(backend="cpu", concat=False)
+    before = copy.deepcopy(pair.lifted.state_dict())
+    native = [pair.native(*batch(seed, bags=200)) for seed in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            lifted = list(pool.map(lambda seed: pair.lifted(*batch(seed, bags=200)), range(8)))
+            assert all(torch.equal(a, b) for a, b in zip(native, lifted))
+    assert all(torch.equal(before[k], v) for k, v in pair.lifted.state_dict().items())
