@@ -16,9 +16,17 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
+from sparselift.apply import Applied
+from sparselift.ir import Structure
+from sparselift.memory import huge_pages, set_huge_pages
 from sparselift.plan import Interval
+from sparselift.schedule import build_schedule
+from sparselift.space import Config
+from sparselift.workload import Workload
 
 _MAX_STEPS = 64                    # in a block
+_MAX_VISIT = 4                     # blocks in a row of a candidate that is costly to enter
+_ENTERING_SHARE = 0.08             # of the timed part that entering may take, as far as that bound allows
 
 
 class Candidate(Protocol):
@@ -54,7 +62,7 @@ class Comparison:
     incumbent        seconds a step, median of the blocks
     candidate        seconds a step, median of the blocks
     confidence       that the interval of `speedup` covers the median: the one asked for, or less where there are too few pairs for it
-    pairs            pairs of blocks
+    pairs            of blocks
     steps_per_block  steps in each
     pruned           stopped early: it could not reach what was asked of it
     timed_s          in blocks
@@ -91,7 +99,8 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
     warmups          steps of the incumbent and of the candidate before their first block (compilation, page faults, allocators); later
                      one step follows every switch
 
-    Garbage collection is off meanwhile. What a step raises is passed on.
+    Where entering a candidate takes long, up to four blocks in a row share it: A A B B B B A A. Garbage collection is off meanwhile.
+    What a step raises is passed on.
 
     Raises
     ------
@@ -105,11 +114,10 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
     with _no_garbage_collection():
         start = clock()
         track = _Track((incumbent, candidate), batches, clock)
-        step_s = track.warm_up(warmups)
-        steps = steps_per_block or max(1, min(_MAX_STEPS, math.ceil(block_s / step_s)))
+        steps, visit = track.warm_up(warmups, steps_per_block, block_s)
         pruned = False
         while len(track.log_ratios) < max_pairs and not pruned:
-            track.pair(steps)
+            track.pairs(steps, min(visit, max_pairs - len(track.log_ratios)))
             done = len(track.log_ratios)
             pruned = done >= prune_pairs and prune_below > 0 and max(track.log_ratios) < math.log(prune_below)
             if done >= min_pairs and _half_width(track.log_ratios, confidence) <= math.log1p(precision):
@@ -152,31 +160,39 @@ class _Track:
     blocks_s: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     log_ratios: list[float] = field(default_factory=list)
 
-    def warm_up(self, warmups: tuple[int, int]) -> float:
-        """Enter both, the incumbent last. Returns how long a step of the slower one takes."""
-        return max(self._switch(which, warmups[which]) for which in (1, 0))
+    def warm_up(self, warmups: tuple[int, int], steps_per_block: int | None, block_s: float) -> tuple[int, int]:
+        """Enter both, the incumbent last. Returns (steps in a block, blocks in a row)."""
+        begin, before_s = self.clock(), self.warmup_s
+        step_s = max(self._switch(which, warmups[which]) for which in (1, 0))
+        entering_s = self.clock() - begin - (self.warmup_s - before_s)
+        steps = steps_per_block or max(1, min(_MAX_STEPS, math.ceil(block_s / step_s)))
+        blocks_in_a_row = entering_s / (4 * steps * step_s * _ENTERING_SHARE)      # four blocks and both ways make A B B A
+        return steps, max(1, min(_MAX_VISIT, math.ceil(blocks_in_a_row)))
 
-    def pair(self, steps: int) -> None:
-        """One block each on the same batches. The one that is active begins, so that A B is followed by B A."""
-        first = len(self.log_ratios) * steps
-        chosen = [self.batches[(first + step) % len(self.batches)] for step in range(steps)]
+    def pairs(self, steps: int, count: int) -> None:
+        """`count` blocks each, on the same batches. The one that is active begins, so that A B is followed by B A."""
+        first = len(self.log_ratios)
         for which in (self.active, 1 - self.active):
             if which != self.active:
                 self._switch(which, 1)
-            begin = self.clock()
-            for batch in chosen:
-                self.candidates[which].step(batch)
-            self.blocks_s[which].append(self._since(begin))
-        self.log_ratios.append(math.log(self.blocks_s[0][-1] / self.blocks_s[1][-1]))
+            for pair in range(first, first + count):
+                self._block(which, [self.batches[(pair * steps + step) % len(self.batches)] for step in range(steps)])
+        self.log_ratios += [math.log(a / b) for a, b in zip(*(blocks[first:] for blocks in self.blocks_s), strict=True)]
 
     def step_s(self, which: int, steps: int, confidence: float) -> Interval:
         low, mid, high, _ = median_interval([block / steps for block in self.blocks_s[which]], confidence)
         return Interval(mid, low, high)
 
+    def _block(self, which: int, batches: Sequence[Any]) -> None:
+        begin = self.clock()
+        for batch in batches:
+            self.candidates[which].step(batch)
+        self.blocks_s[which].append(self._since(begin))
+
     def _switch(self, which: int, warmups: int) -> float:
         """Enter a candidate and run steps that are not timed. Returns what the last of them took."""
-        self.candidates[which].enter()
         self.active = which
+        self.candidates[which].enter()
         last_s = 0.0
         for step in range(warmups):
             begin = self.clock()
@@ -190,6 +206,64 @@ class _Track:
         if not took > 0:
             raise ValueError(f"the clock did not advance during a training step: {took} s")
         return took
+
+
+class Stage:
+    """A workload's one model and its optimizers, run under one config at a time.
+
+    Steps train: use it inside `preserve`. Leave it to have the model native again.
+    """
+
+    def __init__(self, work: Workload, structure: Structure, backend: str = "cpu") -> None:
+        self._work, self._structure, self._backend = work, structure, backend
+        self._applied: Applied | None = None
+        pages = {table.name: huge_pages(work.model.get_parameter(table.name)) for table in structure.tables}
+        self._ordinary = {name for name, found in pages.items() if 2 * found.huge_bytes < found.requested_bytes}
+
+    def candidate(self, config: Config) -> Candidate:
+        """The workload's training step under a config. Compiled now; entered when its turn comes."""
+        schedule = build_schedule(self._structure, config)
+        return _Staged(self, Applied(self._structure, schedule, self._work.model, self._backend) if config.path == "planned" else None)
+
+    def show(self, applied: Applied | None) -> None:
+        """Switch to a compiled config; None is native. Tables that were not in huge pages before, and are not to be, leave them:
+        they would serve the next config, too.
+        """
+        current, self._applied = self._applied, None
+        if current is not None:
+            current.detach(self._work.model)
+            for name in (_huge(current) - _huge(applied)) & self._ordinary:
+                set_huge_pages(self._work.model.get_parameter(name), False)
+        if applied is not None:
+            applied.attach(self._work.model, self._work.optimizers)
+            self._applied = applied
+
+    def train(self, batch: Any) -> object:
+        return self._work.train(self._work.model, self._work.optimizer, batch)
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    stage: Stage
+    applied: Applied | None
+
+    def enter(self) -> None:
+        self.stage.show(self.applied)
+
+    def step(self, batch: Any) -> object:
+        return self.stage.train(batch)
+
+
+def _huge(applied: Applied | None) -> set[str]:
+    """Tables that a config keeps in huge pages."""
+    tables = applied.schedule.tables if applied is not None else None
+    return {name for name, knobs in (tables or {}).items() if knobs.huge_pages}
 
 
 def _half_width(values: Sequence[float], confidence: float) -> float:

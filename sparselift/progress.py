@@ -59,7 +59,7 @@ class Bar(Progress):
         self._bar: Any = None
 
     def begin(self, title: str, total: int, done: int = 0) -> None:
-        from tqdm import tqdm
+        from tqdm import tqdm  # type: ignore[import-untyped]
 
         self._bar = tqdm(total=total, initial=done, desc=title, file=self._stream or sys.stderr, dynamic_ncols=True, leave=False)
 

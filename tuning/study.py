@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
-import threading
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +22,20 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
 
+from sparselift.preserve import sigint_deferred
 from sparselift.tuning import owner
 from sparselift.tuning.journal import StudyFile, open_storage
 from sparselift.tuning.propose import OUTCOME, Space, Suggest, propose, quiet, suggester, tried
 
-__all__ = ["Infeasible", "Measured", "Space", "StudyFile", "StudyResult", "StudyTrial", "open_storage", "read_studies", "run"]
+__all__ = ["Abort", "Infeasible", "Measured", "Space", "Storage", "StudyFile", "StudyResult", "StudyTrial", "open_storage",
+           "read_studies", "run"]
 
 logger = logging.getLogger("sparselift.tuning")
 
+Storage = BaseStorage | str | os.PathLike[str] | None
+
 _OWNER, _ABOUT = "owner", "about"  # user attributes of a running trial and of a study
-_MAX_BARREN = 100                  # trials in a row without a value, infeasible ones included
+_MAX_BARREN = 50                   # trials in a row without a value, infeasible ones included
 _FOREIGN_GRACE_S = 6 * 3600.0      # an owner that cannot be checked counts as dead after this
 
 
@@ -50,6 +53,10 @@ class Infeasible:
 
     reason: str
     attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Abort(BaseException):
+    """Raised by an objective: nothing can be measured any more. Ends the run and is passed on; the trial does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class StudyResult:
     trials  all of them, by number
     best    the complete trial of the smallest value, or None
     params  of the best trial, or the caller's default where every trial failed
+    about   the facts that were stored with the study
     status  "complete", "interrupted", "failing" (too many failures in a row), "exhausted" (nothing new to try), or what `stop` gave
     study   the Optuna study, for its plots
     """
@@ -86,11 +94,12 @@ class StudyResult:
     trials: tuple[StudyTrial, ...]
     best: StudyTrial | None
     params: Mapping[str, Any] | None
+    about: Mapping[str, Any]
     status: str
     study: optuna.Study
 
 
-def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | Infeasible], storage: BaseStorage | str | None = None,
+def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | Infeasible], storage: Storage = None,
         trials: int = 64, seed: int = 0, *, name: str = "study", fingerprint: str | None = None,
         seeds: Sequence[Mapping[str, Any]] = (), default: Mapping[str, Any] | None = None, positive: bool = False,
         max_failures: int = 12, stop: Callable[[], str | None] | None = None,
@@ -102,7 +111,7 @@ def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | I
     space         name -> a list of choices (None, bool, int, float, str), or a (low, high) tuple of ints or floats, both included; or
                   space(trial), which calls trial.suggest_categorical and the like, for conditional spaces
     objective     objective(params) -> value. What it raises, and a value that is not finite, make the trial fail
-    storage       what `open_storage` gives, or an Optuna storage URL; None keeps the study in memory
+    storage       a study file's path, an Optuna storage or its URL; None keeps the study in memory
     seed          of proposals, >= 0; the same seed and the same recorded values give the same proposals
     name          prefix of the study's name; the space's fingerprint is the rest, so that another space starts another study
     fingerprint   of the space; needed where it is a function
@@ -129,7 +138,7 @@ def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | I
     return records.result(status, default)
 
 
-def read_studies(storage: BaseStorage | str) -> dict[str, StudyResult]:
+def read_studies(storage: Storage) -> dict[str, StudyResult]:
     """Every study of a storage by name, as it stands. Raises SparseLiftError for a path that is no study file or does not exist."""
     opened = _storage(storage, create=False)
     names = [study.study_name for study in opened.get_all_studies()]
@@ -157,10 +166,10 @@ class _Loop:
     def run(self) -> str:
         """Returns the status."""
         try:
-            with _interrupts_held():
+            with sigint_deferred():
                 self.records.close_dead()
             while (status := self._ended()) is None:
-                with _interrupts_held():
+                with sigint_deferred():
                     params = self._claim()
                 if params is None:
                     return "exhausted"
@@ -209,7 +218,7 @@ class _Loop:
         """Finish the trial that runs here, if one does. Returns its number."""
         if self.open_trial is None:
             return None
-        with _interrupts_held():
+        with sigint_deferred():
             number = self.records.close(self.open_trial, state, value, reason, attrs)
             self.open_trial = None
         return number
@@ -283,7 +292,8 @@ class _Records:
         trials = tuple(self._plain(trial) for trial in self.frozen())
         complete = [trial for trial in trials if trial.value is not None]
         best = min(complete, key=lambda trial: (trial.value, trial.number), default=None)
-        return StudyResult(self._study.study_name, trials, best, default if best is None else best.params, status, self._study)
+        about = self._study.user_attrs.get(_ABOUT, {})
+        return StudyResult(self._study.study_name, trials, best, default if best is None else best.params, about, status, self._study)
 
     def _usable(self, value: float | None) -> bool:
         return value is not None and math.isfinite(value) and not (self._positive and value <= 0)
@@ -307,31 +317,15 @@ def _is_dead(trial: FrozenTrial) -> bool:
     return not alive
 
 
-def _storage(storage: BaseStorage | str | None, create: bool = True) -> BaseStorage:
+def _storage(storage: Storage, create: bool = True) -> BaseStorage:
     if storage is None:
         return InMemoryStorage()
-    if isinstance(storage, str):
-        return get_storage(storage) if "://" in storage else open_storage(storage, create)
-    return storage
+    if isinstance(storage, BaseStorage):
+        return storage
+    place = os.fspath(storage)
+    return get_storage(place) if "://" in place else open_storage(place, create)
 
 
 def _one_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    pending: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda *signal_: pending.append(signal_))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pending:
-        handler(*pending[0])

@@ -128,6 +128,17 @@ def test_every_second_is_accounted_for():
     assert result.incumbent.value == pytest.approx(0.02), "switching is not timed"
 
 
+def test_a_candidate_that_is_costly_to_enter_stays_longer():
+    result, world = run(entering_s=0.1, min_pairs=8, max_pairs=8)
+    switched = [entry for entry in world.log if isinstance(entry, str)]
+    assert switched == ["enter b", "enter a"] * 2
+    assert result.pairs == 8
+    assert (result.total_s - result.timed_s - result.warmup_s) / result.total_s < 0.25
+    cheap, world = run(entering_s=0.005, min_pairs=8, max_pairs=8)
+    assert len([entry for entry in world.log if isinstance(entry, str)]) == 10
+    assert (cheap.total_s - cheap.timed_s - cheap.warmup_s) / cheap.total_s < 0.05
+
+
 def test_garbage_collection_is_off_inside_and_as_it_was_outside():
     seen = []
     compare(Steps(lambda batch: seen.append(gc.isenabled())), Steps(lambda batch: None), [0], min_pairs=1, max_pairs=1)

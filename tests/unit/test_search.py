@@ -1,0 +1,481 @@
+"""The search, on a small model whose steps are timed by a formula, and once by a clock."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparselift.errors import EquivalenceError, SparseLiftError
+from sparselift.lift import lift
+from sparselift.measure import Comparison, Stage
+from sparselift.plan import Interval, Plan
+from sparselift.preserve import preserve
+from sparselift.progress import Progress
+from sparselift.space import Config, Constraints, SearchSpace, memory_bytes
+from sparselift.tuning import search, trial_records, tune
+from sparselift.workload import Workload
+
+BATCH = 16
+ROWS = (50, 300, 70_000)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, 8, mode="sum", sparse=True) for rows in ROWS)
+        self.head = nn.Linear(8 * len(ROWS), 1)
+
+    def forward(self, ids, offsets):
+        return self.head(torch.cat([bag(i, o) for bag, i, o in zip(self.bags, ids, offsets)], 1))
+
+
+def step(model, batch):
+    return model(*batch).square().mean()
+
+
+@pytest.fixture(scope="module")
+def work():
+    torch.manual_seed(0)
+    model = Model()
+    rng = torch.Generator().manual_seed(1)
+    batches = [([torch.randint(rows, (3 * BATCH,), generator=rng) for rows in ROWS], [torch.arange(0, 3 * BATCH, 3)] * len(ROWS))
+               for _ in range(4)]
+    return Workload("small", model, torch.optim.SGD(model.parameters(), lr=0.1), step, batches, uses=frozenset())
+
+
+@pytest.fixture(scope="module")
+def space(work):
+    return SearchSpace(lift(work))
+
+
+def comparison(ratio, incumbent_s=0.010, spread=0.001, pruned=False):
+    def interval(value):
+        return Interval(value, value * (1 - spread), value * (1 + spread))
+
+    return Comparison(interval(ratio), interval(incumbent_s), interval(incumbent_s / ratio), 0.96, 6, 4, pruned, timed_s=0.5, warmup_s=0.25,
+                      total_s=0.8)
+
+
+def by_formula(config):
+    """Seconds a step: fusing, a concat, a partition by table and a prefetch distance of 16 help, everything else is in the way."""
+    if config.path == "native":
+        return 0.010
+    cost = 0.008 - 0.001 * bool(config.policy["concat"])
+    for each in config.classes:
+        cost += 0.00001 * abs(each.knobs["prefetch"] - 16) - 0.0002 * (each.knobs["partition"] == "table")
+        cost += 0.0003 * (each.knobs["update"] == "native") + 0.0002 * bool(each.knobs["dedup"])
+    return cost
+
+
+class Timer:
+    """Measures by a formula, and remembers what it was asked."""
+
+    def __init__(self, cost=by_formula, hooks=()):
+        self.cost, self.calls, self.hooks = cost, [], dict(hooks)
+
+    def __call__(self, incumbent, candidate, *, prune_below=0.0, thorough=False):
+        self.calls.append((incumbent, candidate, thorough))
+        if len(self.calls) in self.hooks:
+            self.hooks[len(self.calls)]()
+        a, b = self.cost(incumbent), self.cost(candidate)
+        return comparison(a / b, a, pruned=a / b < prune_below)
+
+
+def run(work, measure=None, verify=lambda config: {"checked": True}, **options):
+    measure = Timer() if measure is None else measure
+    return tune(work, measure=measure, verify=verify, progress=options.pop("progress", Progress()), **options)
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def params_of(result):
+    return [dict(record.params) for record in result.records]
+
+
+def test_the_best_config_is_found_and_the_plan_says_why(work, space, tmp_path):
+    timer = Timer()
+    result = run(work, timer, trials=40)
+    best = max((r for r in result.records if r.state == "complete"), key=lambda r: r.ratio)
+    evidence = result.plan.evidence
+    assert result.status == "complete"
+    assert result.plan.config.path == "planned"
+    assert by_formula(result.plan.config) <= by_formula(space.default) / 1.01
+    assert evidence.speedup.value == pytest.approx(0.010 / by_formula(result.plan.config), rel=1e-6)
+    assert best.ratio <= evidence.speedup.value * 1.011, "a trial within the margin of the champion need not replace it"
+    assert evidence.native.value == pytest.approx(0.010)
+    assert evidence.default.value == pytest.approx(by_formula(space.default), rel=1e-6)
+    assert (evidence.status, result.plan.certificate) == ("measured", {"checked": True})
+    assert [record.label for record in result.records][:2] == ["native", "default"]
+    assert "update=native" in [record.label for record in result.records]
+    assert evidence.trials == result.records
+    assert evidence.predicted and "trial" in evidence.note
+    result.plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == result.plan
+
+
+def test_the_last_measurements_are_against_native_and_the_default(work, space):
+    timer = Timer()
+    result = run(work, timer, trials=40)
+    thorough = [(incumbent, candidate) for incumbent, candidate, is_thorough in timer.calls if is_thorough]
+    assert thorough == [(space.default, result.plan.config), (Config.native(), result.plan.config)]
+
+
+def test_trials_are_a_frame(work):
+    pytest.importorskip("pandas")
+    frame = run(work, trials=5).trials()
+    assert list(frame["label"][:2]) == ["native", "default"]
+    assert frame["ratio"][0] == 1.0
+
+
+def test_where_nothing_beats_native_the_plan_is_native_and_says_so(work):
+    result = run(work, Timer(lambda config: 0.010 if config.path == "native" else 0.011), trials=8)
+    assert result.plan.config == Config.native()
+    assert result.plan.equivalence == "bitwise"
+    assert "no planned config is faster than native by 1%" in result.plan.evidence.note
+    assert "0.91x" in result.plan.evidence.note
+    assert result.plan.evidence.default.value == pytest.approx(0.011)
+
+
+def test_half_a_percent_is_no_reason_to_leave_native(work):
+    result = run(work, Timer(lambda config: 0.010 if config.path == "native" else 0.00995), trials=6)
+    assert result.plan.config == Config.native()
+
+
+class Lucky(Timer):
+    """Every first measurement of a config flatters it; a repetition does not."""
+
+    def __call__(self, incumbent, candidate, **options):
+        first = all(candidate != seen for _, seen, _ in self.calls)
+        found = super().__call__(incumbent, candidate, **options)
+        return comparison(1.5, 0.010) if first and candidate.path == "planned" else found
+
+
+def test_luck_that_a_fresh_measurement_does_not_confirm_is_not_promoted(work):
+    result = run(work, Lucky(lambda config: 0.010), trials=6)
+    assert result.plan.config == Config.native()
+
+
+def test_a_champion_that_does_not_hold_gives_way_to_the_default(work, space):
+    class Fading(Timer):
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, thorough=False):
+            if thorough and incumbent.path == "planned":
+                return comparison(1.0, by_formula(incumbent))
+            return super().__call__(incumbent, candidate, prune_below=prune_below, thorough=thorough)
+
+    result = run(work, Fading(), trials=30)
+    assert result.plan.config == space.default
+    assert "nothing beats it" in result.plan.evidence.note
+
+
+def test_a_champion_that_does_not_hold_against_native_gives_way_to_it(work):
+    class Fading(Timer):
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, thorough=False):
+            found = super().__call__(incumbent, candidate, prune_below=prune_below, thorough=thorough)
+            return comparison(1.001, 0.010, spread=0.01) if thorough and incumbent.path == "native" else found
+
+    result = run(work, Fading(), trials=8)
+    assert result.plan.config == Config.native()
+    assert "measured again" in result.plan.evidence.note
+    assert result.plan.evidence.planned == result.plan.evidence.native
+
+
+def test_hopeless_configs_are_pruned_and_never_chosen(work):
+    result = run(work, Timer(lambda config: 0.010 if config.path == "native" else 0.02), trials=6)
+    assert {record.state for record in result.records[1:]} == {"pruned"}
+    assert result.records[1].ratio == pytest.approx(0.5)
+
+
+def test_if_every_planned_trial_fails_the_plan_is_the_default_unmeasured(work, space):
+    def cost(config):
+        if config.path == "planned":
+            raise MemoryError("no room")
+        return 0.010
+
+    result = run(work, Timer(cost), trials=30)
+    assert result.plan.config == space.default
+    assert result.plan.evidence.status == "unmeasured"
+    assert result.plan.evidence.speedup is None
+    assert "MemoryError: no room" in result.plan.evidence.note
+    assert result.status == "failing"
+    assert {record.state for record in result.records[1:]} == {"failed"}
+
+
+def test_if_native_fails_tuning_fails_with_its_cause(work, tmp_path):
+    def cost(config):
+        raise ZeroDivisionError("in the loss")
+
+    path = tmp_path / "s"
+    with pytest.raises(SparseLiftError, match=r"'small'.*in the loss") as error:
+        run(work, Timer(cost), storage=path)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert run(work, storage=path, trials=3).status == "complete", "a native step that was mended is tried again"
+
+
+def test_what_is_not_equivalent_is_never_timed(work):
+    def verify(config):
+        if any(each.knobs["update"] == "fused" for each in config.classes):
+            raise EquivalenceError("output 3 differs")
+        return {}
+
+    timer = Timer()
+    result = run(work, timer, verify, trials=4)
+    timed = {config for call in timer.calls for config in call[:2] if config.path == "planned"}
+    assert timed
+    assert all(each.knobs["update"] == "native" for config in timed for each in config.classes)
+    refused = [record for record in result.records if record.state == "infeasible"]
+    assert any("not equivalent to native: output 3 differs" in record.reason for record in refused)
+
+
+def test_where_nothing_is_equivalent_the_plan_is_native(work):
+    def verify(config):
+        raise EquivalenceError("wrong")
+
+    result = run(work, verify=verify, trials=4)
+    assert result.plan.config == Config.native()
+    assert result.status == "exhausted"
+
+
+def test_a_default_that_is_not_equivalent_is_never_the_plan(work):
+    def verify(config):
+        if all(each.knobs["update"] == "fused" for each in config.classes):
+            raise EquivalenceError("wrong")
+        return {}
+
+    def cost(config):
+        if config.path == "planned":
+            raise MemoryError
+        return 0.010
+
+    result = run(work, Timer(cost), verify, trials=40)
+    assert result.plan.config == Config.native()
+
+
+def test_constraints_hold_for_every_config_that_runs(work):
+    timer = Timer()
+    limits = Constraints(equivalence="bitwise", deny=("dedup",), pin={"prefetch": 4})
+    result = run(work, timer, trials=12, constraints=limits)
+    planned = [config for call in timer.calls for config in call[:2] if config.path == "planned"]
+    assert {each.knobs["prefetch"] for config in planned for each in config.classes} == {4}
+    assert {each.knobs["dedup"] for config in planned for each in config.classes} == {False}
+    assert result.plan.equivalence == "bitwise"
+    assert result.plan.constraints == limits
+
+
+def test_what_needs_too_much_memory_is_infeasible_and_does_not_run(work, space):
+    sizes = {label: sum(memory_bytes(space.graph, config).values()) for label, config in (("default", space.default), *space.toggles())}
+    limit = sizes["default"] - 1
+    timer = Timer()
+    result = run(work, timer, trials=10, constraints=Constraints(memory_bytes=limit))
+    planned = {config for call in timer.calls for config in call[:2] if config.path == "planned"}
+    assert all(sum(memory_bytes(space.graph, config).values()) <= limit for config in planned)
+    assert any(record.state == "infeasible" and "memory_bytes" in record.reason for record in result.records)
+    refused = [trial for trial in result.study.trials if trial.state.name == "PRUNED"]
+    assert all(trial.constraints == {"feasible": 1.0} for trial in refused)
+
+
+def test_a_pinned_path_needs_not_beat_native(work):
+    timer = Timer(lambda config: 0.010 if config.path == "native" else 0.012)
+    result = run(work, timer, trials=5, constraints=Constraints(pin={"path": "planned"}))
+    assert result.plan.config.path == "planned"
+    assert result.plan.evidence.speedup.value == pytest.approx(0.010 / 0.012)
+    native = run(work, trials=5, constraints=Constraints(pin={"path": "native"}))
+    assert native.plan.config == Config.native()
+    assert native.status == "exhausted"
+    assert "pinned" in native.plan.evidence.note
+
+
+def test_a_pinned_path_that_is_not_equivalent_is_an_error(work):
+    def verify(config):
+        raise EquivalenceError("output 3 differs")
+
+    with pytest.raises(EquivalenceError, match="output 3"):
+        run(work, verify=verify, trials=3, constraints=Constraints(pin={"path": "planned"}))
+
+
+def test_a_champion_that_is_not_equivalent_any_more_gives_way_to_native(work, tmp_path):
+    path = tmp_path / "s"
+    assert run(work, storage=path, trials=6).plan.config.path == "planned"
+
+    def verify(config):
+        raise EquivalenceError("another kernel")
+
+    result = run(work, verify=verify, storage=path, trials=6)
+    assert result.plan.config == Config.native()
+    assert "another kernel" in result.plan.evidence.note
+
+
+def test_a_resumed_search_goes_on_where_it_ended(work, tmp_path):
+    whole = run(work, trials=24, seed=3)
+    path, calls = tmp_path / "s", 0
+    for total in (1, 9, 24):
+        timer = Timer()
+        result = run(work, timer, storage=path, trials=total, seed=3)
+        calls += sum(not thorough for _, _, thorough in timer.calls)
+    assert params_of(result) == params_of(whole)
+    assert result.plan.config == whole.plan.config
+    timer = Timer()
+    again = run(work, timer, storage=path, trials=24, seed=3)
+    assert all(thorough for _, _, thorough in timer.calls), "nothing but the last measurements is repeated"
+    assert again.plan.config == whole.plan.config
+    assert trial_records(path) == again.records
+
+
+def test_other_constraints_are_another_study(work, tmp_path):
+    path = tmp_path / "s"
+    run(work, storage=path, trials=5)
+    result = run(work, storage=path, trials=5, constraints=Constraints(equivalence="bitwise"))
+    assert len(result.records) == 5
+    assert trial_records(path) == result.records
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 9])
+def test_ctrl_c_in_a_trial_keeps_what_was_measured(work, tmp_path, at):
+    path = tmp_path / "s"
+    result = run(work, Timer(hooks={at: interrupt}), storage=path, trials=12)
+    assert result.status == "interrupted"
+    assert [record.reason for record in result.records if record.state == "failed"] == ["KeyboardInterrupt"]
+    assert result.plan.evidence.status == ("unmeasured" if at == 1 else "interrupted")
+    if at == 9:
+        assert result.plan.config.path == "planned"
+        assert result.plan.evidence.speedup.value > 1
+        assert result.plan.certificate == {"checked": True}
+    again = run(work, storage=path, trials=12)
+    assert again.status == "complete"
+    assert sum(record.state in ("complete", "pruned") for record in again.records) == 12
+
+
+def test_ctrl_c_in_the_last_measurements_keeps_the_best_by_its_trial(work):
+    class Impatient(Timer):
+        def __call__(self, incumbent, candidate, **options):
+            if options.get("thorough"):
+                interrupt()
+            return super().__call__(incumbent, candidate, **options)
+
+    result = run(work, Impatient(), trials=10)
+    assert (result.status, result.plan.evidence.status) == ("interrupted", "interrupted")
+    assert result.plan.config.path == "planned"
+    assert result.plan.evidence.native.value == pytest.approx(0.010)
+    assert result.plan.evidence.default is not None
+
+
+def test_a_timeout_leaves_time_for_the_last_measurements(work, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(search.time, "perf_counter", lambda: now[0])
+
+    class Slow(Timer):
+        def __call__(self, incumbent, candidate, **options):
+            now[0] += 10.0
+            return super().__call__(incumbent, candidate, **options)
+
+    timer = Slow()
+    result = run(work, timer, trials=64, timeout=200.0)
+    assert result.status == "timeout"
+    assert now[0] <= 200
+    assert any(thorough for _, _, thorough in timer.calls)
+    assert len(result.records) >= 5
+    overhead = result.plan.evidence.overhead
+    assert overhead["wall_s"] == pytest.approx(now[0])
+    assert overhead["timed_s"] == pytest.approx(0.5 * len(timer.calls))
+    assert overhead["warmup_s"] == pytest.approx(0.25 * len(timer.calls))
+    assert sum(seconds for name, seconds in overhead.items() if name != "wall_s") == pytest.approx(overhead["wall_s"])
+
+
+@pytest.mark.parametrize("options", [{"trials": 0}, {"timeout": 0.0}, {"timeout": float("nan")}])
+def test_illegal_budgets_are_refused(work, options):
+    with pytest.raises(ValueError, match="at least 1"):
+        run(work, **options)
+
+
+def test_progress_tells_every_trial(work):
+    class Told(Progress):
+        def __init__(self):
+            self.log = []
+
+        def begin(self, title, total, done=0):
+            self.log.append(("begin", total, done))
+
+        def advance(self, text, best="", counts=True):
+            self.log.append((text, best, counts))
+
+        def end(self):
+            self.log.append("end")
+
+    told = Told()
+    run(work, trials=5, progress=told)
+    assert told.log[0] == ("begin", 5, 0)
+    assert told.log[-1] == "end"
+    assert len(told.log) == 7
+    assert "default" in told.log[2][0] and "1.38x" in told.log[2][0]
+    assert told.log[2][1] == "best 1.38x, trial 1"
+
+
+# With real steps.
+
+def state_of(work):
+    weights = {name: tensor.clone() for name, tensor in work.model.state_dict().items()}
+    return (weights, copy.deepcopy(work.optimizer.state_dict()), torch.get_rng_state(), np.random.get_state()[1],
+            [p.grad for p in work.model.parameters()])
+
+
+def assert_same(before, after):
+    for name, tensor in before[0].items():
+        assert torch.equal(tensor, after[0][name]), name
+    assert before[1] == after[1]
+    assert torch.equal(before[2], after[2])
+    assert (before[3] == after[3]).all()
+    assert before[4] == after[4] == [None] * len(before[4])
+
+
+def test_real_steps_are_timed_and_leave_no_trace(work):
+    before = state_of(work)
+    result = tune(work, trials=3, progress=Progress())
+    assert_same(before, state_of(work))
+    assert all(bag.forward.__func__ is nn.EmbeddingBag.forward for bag in work.model.bags)
+    assert [record.state for record in result.records[:2]] == ["complete", "complete"]
+    assert all(record.step_s > 0 for record in result.records)
+    assert result.plan.evidence.overhead["timed_s"] > 0
+    if result.plan.config.path == "planned":
+        assert result.plan.certificate["equivalence"] == result.plan.equivalence
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt, RuntimeError])
+def test_steps_that_are_cut_short_leave_no_trace(work, monkeypatch, cause):
+    before = state_of(work)
+    calls = []
+
+    def dying(model, batch):
+        calls.append(None)
+        if len(calls) > 60:
+            raise cause("enough")
+        return step(model, batch)
+
+    mortal = Workload(work.name, work.model, work.optimizer, dying, work.batches, uses=work.uses)
+    if cause is KeyboardInterrupt:
+        assert tune(mortal, trials=5, progress=Progress(), verify=lambda config: {}).status == "interrupted"
+    else:
+        with pytest.raises(SparseLiftError, match="enough"):
+            tune(mortal, trials=5, progress=Progress(), verify=lambda config: {})
+    assert_same(before, state_of(work))
+
+
+def test_a_stage_runs_one_config_at_a_time(work, space):
+    batches = work.take(4)
+    losses = {}
+    for name, config in (("native", space.native), ("planned", space.default)):
+        with preserve(work, batches), Stage(work, space.graph.structure) as stage:
+            other, chosen = (stage.candidate(c) for c in (space.default, config))
+            for candidate in (other, chosen):
+                candidate.enter()
+            lifted = any("forward" in bag.__dict__ for bag in work.model.bags)
+            assert lifted == (name == "planned")
+            losses[name] = [float(chosen.step(batch)) for batch in batches]
+    assert losses["planned"] == pytest.approx(losses["native"], rel=1e-5)
+    assert not any("forward" in bag.__dict__ for bag in work.model.bags)

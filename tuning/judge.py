@@ -1,0 +1,177 @@
+"""How configs are judged: feasible, equivalent to native, how fast, and which is the fastest for certain."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sparselift.errors import EquivalenceError
+from sparselift.measure import Comparison
+from sparselift.plan import Interval
+from sparselift.space import Config, SearchSpace
+from sparselift.tuning.study import Abort, Infeasible, Measured, StudyTrial
+
+logger = logging.getLogger("sparselift.tuning")
+
+MARGIN = 1.01                      # a challenger has to be faster by 1%, for certain
+_HOPELESS = 0.85                   # of the champion's speed-up: what does not reach it in a few pairs is not timed further
+
+
+class Measure(Protocol):
+    """Times two configs against each other."""
+
+    def __call__(self, incumbent: Config, candidate: Config, *, prune_below: float = 0.0, thorough: bool = False) -> Comparison:
+        """`prune_below` as in `sparselift.measure.compare`; `thorough` asks for more pairs. Raises what the steps raise, and `Abort`
+        where native itself cannot run.
+        """
+
+
+Verify = Callable[[Config], Mapping[str, Any]]  # -> certificate; raises EquivalenceError
+
+
+@dataclass(frozen=True, slots=True)
+class Champion:
+    """The fastest config so far, by trials and their confirmations. Before any trial, what the first one has to beat."""
+
+    config: Config
+    speedup: float = 1.0           # over native
+    trial: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the trials come to. Times are in seconds a step, and absent where nothing was measured."""
+
+    config: Config
+    certificate: Mapping[str, Any] | None = None
+    speedup: Interval | None = None
+    native: Interval | None = None
+    planned: Interval | None = None
+    default: Interval | None = None
+    note: str = ""
+
+
+class Judge:
+    """Judges one config after another, and knows where the time went.
+
+    What it must not forget is in the facts of each trial, from which `recall` finds it again.
+    """
+
+    def __init__(self, space: SearchSpace, measure: Measure, verify: Verify, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._space, self._time, self._verify, self._clock = space, measure, verify, clock
+        self._certificates: dict[Config, Mapping[str, Any]] = {}
+        self.native_allowed = not space.check(space.native)
+        self.champion = Champion(space.native) if self.native_allowed else Champion(space.default, speedup=0.0)
+        self.timed_s = self.warmup_s = self.certificate_s = 0.0
+
+    def judge(self, config: Config) -> Measured | Infeasible:
+        """A config's time over native's, on the way to a trial. Raises what its steps raise, and Abort where native cannot run."""
+        if reasons := self._space.check(config):
+            return Infeasible("; ".join(reasons))
+        if config.path == "native":
+            return self._judge_native()
+        try:
+            self.certify(config)
+        except EquivalenceError as error:
+            logger.warning("a config is refused, since it does not compute what native computes: %s", error)
+            return Infeasible(f"not equivalent to native: {error}")
+        found = self.measure(self._space.native, config, prune_below=_HOPELESS * self.champion.speedup)
+        return Measured(1 / found.speedup.value, _facts(found, not found.pruned and self._beats_champion(config, found)))
+
+    def recall(self, trials: Iterable[StudyTrial]) -> None:
+        """Crown the last trial, by number, that beat the champion of its day."""
+        for trial in trials:
+            if trial.value and trial.attrs.get("promoted"):
+                self.champion = Champion(self._space.from_params(trial.params), 1 / trial.value, trial.number)
+
+    def conclude(self, trials: Sequence[StudyTrial]) -> Verdict:
+        """Measure the champion again, against native and against the default, and settle for the simplest that holds."""
+        if self.champion.config.path == "native":
+            return self.standing(trials)
+        try:
+            return self._confirm(self.champion.config, trials)
+        except EquivalenceError as error:
+            if not self.native_allowed:
+                raise
+            return Verdict(self._space.native, note=f"the best planned config is not equivalent to native (any more): {error}")
+
+    def _confirm(self, winner: Config, trials: Sequence[StudyTrial]) -> Verdict:
+        space, default_s, note = self._space, None, ""
+        certificate = self.certify(winner)
+        if winner != space.default and self._recorded(space.default, trials):
+            default_certificate = self.certify(space.default)
+            against = self.measure(space.default, winner, thorough=True)
+            default_s = against.incumbent
+            if against.speedup.low <= 1.0:
+                winner, certificate, note = space.default, default_certificate, "the default; nothing beats it for certain"
+        final = self.measure(space.native, winner, thorough=True)
+        if winner == space.default:
+            default_s = final.candidate
+        if self.native_allowed and final.speedup.low <= 1.0:
+            return Verdict(space.native, None, None, final.incumbent, final.incumbent, default_s,
+                           f"the best planned config does not beat native for certain when measured again: {interval_text(final.speedup)}")
+        return Verdict(winner, certificate, final.speedup, final.incumbent, final.candidate, default_s, note)
+
+    def standing(self, trials: Sequence[StudyTrial]) -> Verdict:
+        """The champion by what its trial recorded, without measuring again."""
+        space, config = self._space, self.champion.config
+        own = self._recorded(config, trials)
+        default = self._recorded(space.default, trials)
+        default_s = Interval(*default["planned_s"]) if default else None
+        if not own:
+            return Verdict(config, default=default_s)
+        native_s, planned_s = Interval(*own["native_s"]), Interval(*own["planned_s"])
+        if config.path == "native":
+            best = max((1 / t.value for t in trials if t.value and t.params.get("path") != "native"), default=None)
+            note = f"no planned config is faster than native by 1% for certain; the best trial: {best:.2f}x" if best else ""
+            return Verdict(config, None, None, planned_s, planned_s, default_s, note)
+        return Verdict(config, self._certificates.get(config), Interval(*own["speedup"]), native_s, planned_s, default_s)
+
+    def certify(self, config: Config) -> Mapping[str, Any]:
+        """Raises EquivalenceError."""
+        begin_s = self._clock()
+        try:
+            self._certificates[config] = self._verify(config)
+        finally:
+            self.certificate_s += self._clock() - begin_s
+        return self._certificates[config]
+
+    def measure(self, incumbent: Config, candidate: Config, prune_below: float = 0.0, thorough: bool = False) -> Comparison:
+        found = self._time(incumbent, candidate, prune_below=prune_below, thorough=thorough)
+        self.timed_s += found.timed_s
+        self.warmup_s += found.warmup_s
+        return found
+
+    def _judge_native(self) -> Measured:
+        """Native against itself: its time, and how far apart two measurements of the same thing are here."""
+        try:
+            return Measured(1.0, _facts(self.measure(self._space.native, self._space.native), promoted=True))
+        except Exception as error:
+            raise Abort(f"the native step: {error}") from error
+
+    def _beats_champion(self, config: Config, found: Comparison) -> bool:
+        """Whether a config is faster than the champion by the margin for certain, and a fresh measurement says so again."""
+        champion = self.champion
+        if config == champion.config:
+            return True            # the default, where native is not allowed
+        if found.speedup.value <= MARGIN * champion.speedup or (champion.config.path == "native" and found.speedup.low <= MARGIN):
+            return False
+        return self.measure(champion.config, config).speedup.low > MARGIN
+
+    def _recorded(self, config: Config, trials: Sequence[StudyTrial]) -> Mapping[str, Any]:
+        """The facts of a config's complete trial; empty if there is none."""
+        return next((trial.attrs for trial in trials if trial.value and self._space.from_params(trial.params) == config), {})
+
+
+def _facts(found: Comparison, promoted: bool) -> dict[str, Any]:
+    """What a trial keeps of its measurement. Intervals are (value, low, high)."""
+    intervals = {"speedup": found.speedup, "native_s": found.incumbent, "planned_s": found.candidate}
+    return {**{name: [held.value, held.low, held.high] for name, held in intervals.items()}, "pairs": found.pairs, "pruned": found.pruned,
+            "promoted": promoted}
+
+
+def interval_text(speedup: Interval) -> str:
+    return f"{speedup.value:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
