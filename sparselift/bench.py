@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparselift.apply import Applied, current_structure
+from sparselift.apply import current_structure
 from sparselift.hardware import hardware
 from sparselift.lift import lift
-from sparselift.measure import compare
+from sparselift.measure import Stage, compare
 from sparselift.plan import Interval, Plan, check_fits, default_plan
 from sparselift.preserve import preserve
-from sparselift.schedule import build_schedule
+from sparselift.space import Config
 from sparselift.workload import Workload
 
 _BLOCK_S = 0.25
@@ -67,46 +67,7 @@ def bench(work: Workload, plan: Plan | None = None, *, seconds: float = 20.0, ba
     check_fits(plan, structure=current_structure(plan.structure, work.model, work.optimizers))
     taken = work.take(batches)
     pairs = max(_MIN_PAIRS, round(seconds / (2 * _BLOCK_S)))
-    with preserve(work, taken):
-        planned = _Planned(work, plan)
-        try:
-            found = compare(_Native(work, planned), planned, taken, min_pairs=_MIN_PAIRS, max_pairs=pairs, block_s=_BLOCK_S, precision=0.0)
-        finally:
-            planned.leave()
+    with preserve(work, taken), Stage(work, plan.structure) as stage:
+        found = compare(stage.candidate(Config.native()), stage.candidate(plan.config), taken,
+                        min_pairs=_MIN_PAIRS, max_pairs=pairs, block_s=_BLOCK_S, precision=0.0)
     return Benchmark(work.name, plan.config.path, found.incumbent, found.candidate, found.speedup, found.pairs, found.steps_per_block)
-
-
-class _Planned:
-    """The workload's model under a plan, while it is entered."""
-
-    def __init__(self, work: Workload, plan: Plan) -> None:
-        self._work = work
-        self._applied = Applied(plan.structure, build_schedule(plan.structure, plan.config), work.model)
-        self._inside = False
-
-    def enter(self) -> None:
-        self._applied.attach(self._work.model, self._work.optimizers)
-        self._inside = True
-
-    def leave(self) -> None:
-        """Native again, ordinary pages included: those that the plan asks for must not serve the other side."""
-        if self._inside:
-            self._inside = False
-            self._applied.detach(self._work.model)
-            self._applied.set_pages(False)
-
-    def step(self, batch: Any) -> object:
-        return self._work.train(self._work.model, self._work.optimizer, batch)
-
-
-class _Native:
-    """The same model without the plan."""
-
-    def __init__(self, work: Workload, other: _Planned) -> None:
-        self._work, self._other = work, other
-
-    def enter(self) -> None:
-        self._other.leave()
-
-    def step(self, batch: Any) -> object:
-        return self._work.train(self._work.model, self._work.optimizer, batch)

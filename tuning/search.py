@@ -212,7 +212,9 @@ class _Search:
         machine = hardware()
         evidence = Evidence(
             measured, verdict.native, verdict.planned, verdict.default, verdict.speedup, records_of(result),
-            predicted=predict(graph, verdict.config, probe(), machine.cache_bytes).node_s, overhead=self._overhead(),
+            predicted=predict(graph, verdict.config, probe(), machine.cache_bytes).node_s,
+            measured={node.name: node.resources.time_s for node in graph.nodes if node.resources.time_s is not None},
+            overhead=self._overhead(),
             study=result.name if storage is None else f"{_place(storage)}: {result.name}", note=self._note(verdict, result))
         return Plan(graph.workload, graph.structure, graph.batch_size, verdict.config, dict(graph.sketches), machine.to_dict(),
                     space.constraints, verdict.certificate, evidence)

@@ -13,6 +13,7 @@ from typing import Any
 from sparselift.cli.arguments import build_parser
 from sparselift.cli.console import Answer, Console, UsageError
 from sparselift.errors import EquivalenceError, MissingExtraError, SparseLiftError, WorkloadError
+from sparselift.progress import logger, show_log
 
 SCHEMA = 1
 _CODES = {"done": 0, "usage": 2, "missing": 3}    # every other status: 1
@@ -20,7 +21,14 @@ _CODES = {"done": 0, "usage": 2, "missing": 3}    # every other status: 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Raises nothing but SystemExit, for --help and --version."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    handler = show_log()
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        logger.removeHandler(handler)
+
+
+def _run(arguments: list[str]) -> int:
     console = Console(as_json="--json" in arguments)
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
     try:

@@ -10,6 +10,7 @@ from sparselift.cli.console import Answer, Console, UsageError, check_writable, 
 from sparselift.cli.inputs import workload
 from sparselift.hardware import hardware
 from sparselift.plan import Evidence, Interval, Plan
+from sparselift.progress import progress
 from sparselift.rewrites import CATALOG
 from sparselift.space import Constraints
 from sparselift.workloads import parse_settings
@@ -22,8 +23,9 @@ def run_tune(args: argparse.Namespace, console: Console) -> Answer:
     storage = _storage(args.storage, out)
     constraints = _constraints(args)
     work = workload(args)
-    console.say(labelled([("machine", str(hardware())), ("workload", work.name), ("study", storage)]))
-    result = tune(work, trials=args.trials, timeout=args.timeout, storage=storage, constraints=constraints, seed=args.seed)
+    console.say(labelled([("machine", _machine()), ("workload", work.name), ("study", storage)]))
+    result = tune(work, trials=args.trials, timeout=args.timeout, storage=storage, constraints=constraints, seed=args.seed,
+                  progress=progress())
     result.plan.save(out)
     status = "interrupted" if result.status == "interrupted" else "done"
     data = {"plan": result.plan.to_dict(), "out": str(out), "study": storage, "search": result.status}
@@ -44,6 +46,14 @@ def summary(plan: Plan, out: Path, status: str) -> str:
         lines += ["", "Use it in a training script:", "  import sparselift as sl",
                   f'  model, optimizer = sl.apply(sl.Plan.load("{out}"), model, optimizer)']
     return "\n".join(lines)
+
+
+def _machine() -> str:
+    """The hardware in a line."""
+    here = hardware()
+    isa = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("asimd", "NEON")) if flag in here.isa), here.architecture)
+    return (f"{here.cpu}, {isa}, {here.cores} cores, {here.memory_bytes / 2**30:.0f} GiB; torch {here.torch_version}, "
+            f"{here.torch_threads} thread{'s' * (here.torch_threads != 1)}")
 
 
 def _times(evidence: Evidence) -> str:

@@ -61,7 +61,7 @@ class Evidence:
     speedup    native / planned, from interleaved steps
     trials     every config that was looked at
     predicted  seconds by node, by the cost model
-    measured   seconds by node, where a node was timed by itself
+    measured   seconds by node of the native step, where a node was timed by itself while lifting
     overhead   where the search's wall time went, in seconds
     study      where the trials are stored, and the study's name
     note       one line for people: why this config

@@ -14,12 +14,14 @@ _SERIES = 8                        # colours --s0 .. --s7 of the page's style
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One trial of a search curve. `ratio` is native time / its time; None where it was not measured."""
+    """One trial of a search curve. `ratio` is native time / its time, in [`low`, `high`]; None where it was not measured."""
 
     number: int
     label: str
     state: str                     # "complete", "pruned", "infeasible", "failed"
     ratio: float | None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ def search_curve(points: Sequence[Point]) -> str:
     height = 320
     measured = [point for point in points if point.ratio is not None]
     numbers = [point.number for point in points]
-    low = min([1.0, *(point.ratio for point in measured if point.ratio)])
-    high = max([1.0, *(point.ratio for point in measured if point.ratio)])
+    seen = [value for point in measured for value in (point.ratio, point.low, point.high) if value is not None]
+    low, high = min([1.0, *seen]), max([1.0, *seen])
     margin = max(0.05, (high - low) * 0.08)
     x = Scale(min(numbers) - 0.5, max(numbers) + 0.5, _LEFT, WIDTH - _RIGHT)
     y = Scale(max(0.0, low - margin), high + margin, height - _BOTTOM, _TOP)
@@ -75,6 +77,8 @@ def search_curve(points: Sequence[Point]) -> str:
             cx, cy = x(point.number), height - _BOTTOM - 6
             parts.append(f'<path class="cross" d="M{cx - 4:.1f} {cy - 4:.1f}l8 8m0 -8l-8 8">{title}</path>')
         else:
+            if point.low is not None and point.high is not None:
+                parts.append(f'<path class="interval" d="M{x(point.number):.1f} {y(point.low):.1f}V{y(point.high):.1f}"/>')
             parts.append(f'<circle class="trial {escape(point.state)}" cx="{x(point.number):.1f}" cy="{y(point.ratio):.1f}" r="4">{title}'
                          "</circle>")
     return _svg(height, "Search curve: speed-up over native by trial", parts)

@@ -90,7 +90,7 @@ def times_frame(plan: Plan) -> pd.DataFrame:
 
 
 def nodes_frame(plan: Plan) -> pd.DataFrame:
-    """Predicted and measured time of every node of the step under the plan, where known."""
+    """Time of every node of the step, where known: predicted under the plan, and measured natively while lifting."""
     evidence = plan.evidence
     names = list(dict.fromkeys([*evidence.predicted, *evidence.measured]))
     rows = [[name, _milliseconds(evidence.predicted, name), _milliseconds(evidence.measured, name)] for name in names]

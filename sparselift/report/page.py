@@ -8,6 +8,8 @@ from html import escape
 
 import pandas as pd
 
+_OPEN_ROWS = 12                    # a longer table opens on a click
+
 _STYLE = """
 :root { color-scheme: light dark; --bg: #f6f7f9; --card: #ffffff; --fg: #1c2430; --muted: #667085; --line: #e3e7ee;
   --accent: #2f6fed; --good: #0f9d6b; --bad: #d1495b; --s0: #2f6fed; --s1: #12a594; --s2: #f2a33a; --s3: #d1495b;
@@ -30,6 +32,7 @@ svg text { fill: var(--fg); } svg .small { fill: var(--muted); font-size: 12px; 
 svg .grid { stroke: var(--line); } svg .native { stroke: var(--muted); stroke-dasharray: 5 4; }
 svg .best { fill: none; stroke: var(--good); stroke-width: 2; }
 svg .trial { fill: var(--accent); } svg .trial.pruned { fill: var(--card); stroke: var(--muted); stroke-width: 1.5; }
+svg .interval { stroke: var(--muted); stroke-width: 1; opacity: 0.55; }
 svg .cross { stroke: var(--bad); stroke-width: 1.8; fill: none; }
 svg .bar { fill: var(--accent); } svg .bar.worse { fill: var(--bad); } svg .whisker { stroke: var(--fg); stroke-width: 1.4; fill: none; }
 svg .s0 { fill: var(--s0); } svg .s1 { fill: var(--s1); } svg .s2 { fill: var(--s2); } svg .s3 { fill: var(--s3); }
@@ -39,6 +42,7 @@ th { text-align: left; color: var(--muted); font-weight: 600; }
 th, td { padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); }
 td.number, th.number { text-align: right; padding-right: 18px; }
 pre { margin: 0; white-space: pre-wrap; font: 12.5px/1.45 ui-monospace, monospace; }
+summary { cursor: pointer; color: var(--accent); font-size: 13.5px; padding: 6px 0; }
 footer { color: var(--muted); font-size: 13px; margin-top: 24px; }
 """
 
@@ -63,13 +67,14 @@ def render(title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections
 
 
 def table(frame: pd.DataFrame) -> str:
-    """A frame as an HTML table, numbers to the right, missing values as a dash."""
+    """A frame as an HTML table, numbers to the right, missing values as a dash; folded where it is long."""
     numeric = [pd.api.types.is_numeric_dtype(frame[name]) for name in frame.columns]
     classes = [' class="number"' if number else "" for number in numeric]
     head = "".join(f"<th{css}>{escape(str(name))}</th>" for name, css in zip(frame.columns, classes))
     rows = "".join("<tr>" + "".join(f"<td{css}>{escape(cell(value))}</td>" for value, css in zip(row, classes)) + "</tr>"
                    for row in frame.itertuples(index=False))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    whole = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return whole if len(frame) <= _OPEN_ROWS else f"<details><summary>{len(frame)} rows</summary>{whole}</details>"
 
 
 def cell(value: object) -> str:

@@ -24,8 +24,8 @@ _LEADS = {
     "single_changes": ("What one change is worth", "Trials that differ by a single knob: speed with the choice over speed with the other."),
     "knobs": ("Choices", "Over all complete trials: the median with a choice over the median without it. Trials differ in more than "
                          "this one parameter, so small effects mean little."),
-    "nodes": ("Where the time of a step goes", "By kind of node. Predicted by the cost model for the plan's config; measured where a node "
-                                               "was timed by itself."),
+    "nodes": ("Where the time of a step goes", "By kind of node. Under the plan as the cost model predicts it; natively as far as nodes "
+                                               "were timed by themselves while lifting, which takes longer than a plain step."),
     "tables": ("Tables", "What was chosen for each table, and the traffic it was chosen for."),
 }
 
@@ -39,7 +39,7 @@ def write(out: Path, title: str, plan: Plan | None, trials: Sequence[TrialRecord
     out.mkdir(parents=True, exist_ok=True)
     shown = tuple(trials) or (plan.evidence.trials if plan else ())
     frames = _frames(plan, shown)
-    contents = {f"{name}.csv": frame.to_csv(index=False) for name, frame in frames.items()}
+    contents = {f"{name}.csv": frame.to_csv(index=False, float_format="%.9g") for name, frame in frames.items()}
     contents["report.md"] = _markdown(title, plan, frames)
     contents["report.html"] = _html(title, plan, shown, frames)
     for name in (*(f"{name}.csv" for name in _CSV), "report.md", "report.html"):
@@ -113,7 +113,7 @@ def _markdown_table(frame: pd.DataFrame) -> str:
 def _html(title: str, plan: Plan | None, trials: Sequence[TrialRecord], frames: Mapping[str, pd.DataFrame]) -> str:
     pictures = {
         "times": lambda: charts.bars(_time_bars(frames["times"]), "ms", "Step time of native, default and plan"),
-        "trials": lambda: charts.search_curve([charts.Point(t.number, t.label, t.state, t.ratio) for t in trials]),
+        "trials": lambda: charts.search_curve([charts.Point(t.number, t.label, t.state, t.ratio, t.low, t.high) for t in trials]),
         "single_changes": lambda: charts.bars(_gain_bars(frames["single_changes"]), "×", "Gain of single changes", start=1.0),
         "nodes": lambda: charts.stacked(_stacks(frames["nodes"]), "ms", "Time of a step by kind of node"),
     }
@@ -154,7 +154,7 @@ def _gain_bars(frame: pd.DataFrame) -> list[charts.Bar]:
 def _stacks(frame: pd.DataFrame) -> dict[str, dict[str, float]]:
     stacks: dict[str, dict[str, float]] = defaultdict(dict)
     for row in _by_kind(frame).to_dict("records"):
-        for label in ("predicted", "measured"):
-            if not math.isnan(row[f"{label}_ms"]):
-                stacks[label][row["kind"]] = row[f"{label}_ms"]
+        for label, column in (("native, measured", "measured_ms"), ("plan, predicted", "predicted_ms")):
+            if not math.isnan(row[column]):
+                stacks[label][row["kind"]] = row[column]
     return stacks

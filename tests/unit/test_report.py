@@ -159,8 +159,9 @@ def test_the_page_is_whole_and_holds_everything_itself(plan: Plan, tmp_path: Pat
 
 
 def test_search_curve_marks_trials_without_a_measurement() -> None:
-    svg = search_curve([Point(0, "native", "complete", 1.0), Point(1, "x", "failed", None), Point(2, "y", "complete", 1.5)])
+    svg = search_curve([Point(0, "native", "complete", 1.0), Point(1, "x", "failed", None), Point(2, "y", "complete", 1.5, 1.4, 1.6)])
     assert svg.count("<circle") == 2
+    assert svg.count('class="interval"') == 1
     assert svg.count('class="cross"') == 1
     assert "trial 1, x: failed, not measured" in svg
 
