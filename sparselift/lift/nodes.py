@@ -102,7 +102,7 @@ def _opaque(name: str, phase: str, inputs: tuple[str, ...], cost: DenseCost) -> 
 
 def _lookup(structure: Structure, feature: Feature, sketch: Sketch, seconds: float | None, cache_bytes: int) -> Node:
     table = structure.table(feature.table)
-    k, row_bytes = sketch.lookups_per_batch, table.nbytes / table.rows
+    k, row_bytes = sketch.lookups_per_batch, table.nbytes / max(table.rows, 1)
     rows_read = sketch.unique_per_batch if sketch.unique_per_batch * row_bytes <= cache_bytes else k
     outputs = _outputs(feature, sketch)
     bag_bytes = sketch.bags_per_batch * 8 if feature.form == "offsets" else 0
@@ -142,7 +142,7 @@ def _update(table: Table, sizes: _Sizes, gradient: str) -> Node:
     traits = _traits(table)
     rows = table.rows if not table.sparse else sizes.unique if traits.coalesces else sizes.ids
     state_bytes = 4 * (traits.states * table.dim + traits.row_floats)
-    moved = rows * (table.nbytes / table.rows + state_bytes)
+    moved = rows * (table.nbytes / max(table.rows, 1) + state_bytes)
     return Node(f"update:{table.name}", "update", "update", (gradient,), (table.name,), (), Resources(
         flops=round(rows * table.dim * (2 + 3 * traits.states)), read_bytes=round(moved + rows * table.dim * 4), write_bytes=round(moved),
         live_bytes=round(rows * table.dim * 4), launches=traits.sparse_calls if table.sparse else 1))

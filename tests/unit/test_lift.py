@@ -668,6 +668,15 @@ def test_the_root_itself_may_be_a_lookup():
     assert (feature.name, feature.module, feature.table, feature.indices) == ("root", "", "weight", InputPath(("args", 0)))
 
 
+def test_a_table_without_rows_and_steps_without_ids():
+    model = nn.ModuleDict({"none": bag(rows=0), "some": bag()})
+    ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(B, dtype=torch.int64)
+    work = work_of(model, [(ids, offsets)], lambda model, batch: sum(each(*batch).sum() for each in model.values()))
+    graph = lift(work)
+    assert [t.rows for t in graph.structure.tables] == [0, 40] and "none" in str(graph)
+    assert all(node.resources.traffic_bytes >= 0 for node in graph.nodes)
+
+
 def test_a_model_without_embeddings_says_what_was_looked_for():
     with pytest.raises(LiftRefused, match=r"Linear of workload 'toy' has no embedding to lift; looked for torch\.nn\.EmbeddingBag"):
         lift(work_of(nn.Linear(3, 1), [(torch.ones(1, 3),)]))
