@@ -18,7 +18,7 @@ from sparselift.plan import Interval, Plan
 from sparselift.preserve import preserve
 from sparselift.progress import Progress
 from sparselift.space import Config, Constraints, SearchSpace, memory_bytes
-from sparselift.tuning import search, trial_records, tune
+from sparselift.tuning import search, study, trial_records, tune
 from sparselift.workload import Workload
 
 BATCH = 16
@@ -102,7 +102,7 @@ def params_of(result):
 
 def test_the_best_config_is_found_and_the_plan_says_why(work, space, tmp_path):
     timer = Timer()
-    result = run(work, timer, trials=40)
+    result = run(work, timer, trials=20)
     best = max((r for r in result.records if r.state == "complete"), key=lambda r: r.ratio)
     evidence = result.plan.evidence
     assert result.status == "complete"
@@ -123,7 +123,7 @@ def test_the_best_config_is_found_and_the_plan_says_why(work, space, tmp_path):
 
 def test_the_last_measurements_are_against_native_and_the_default(work, space):
     timer = Timer()
-    result = run(work, timer, trials=40)
+    result = run(work, timer, trials=20)
     thorough = [(incumbent, candidate) for incumbent, candidate, is_thorough in timer.calls if is_thorough]
     assert thorough == [(space.default, result.plan.config), (Config.native(), result.plan.config)]
 
@@ -170,7 +170,7 @@ def test_a_champion_that_does_not_hold_gives_way_to_the_default(work, space):
                 return comparison(1.0, by_formula(incumbent))
             return super().__call__(incumbent, candidate, prune_below=prune_below, thorough=thorough)
 
-    result = run(work, Fading(), trials=30)
+    result = run(work, Fading(), trials=16)
     assert result.plan.config == space.default
     assert "nothing beats it" in result.plan.evidence.note
 
@@ -234,7 +234,9 @@ def test_what_is_not_equivalent_is_never_timed(work):
     assert any("not equivalent to native: output 3 differs" in record.reason for record in refused)
 
 
-def test_where_nothing_is_equivalent_the_plan_is_native(work):
+def test_where_nothing_is_equivalent_the_plan_is_native(work, monkeypatch):
+    monkeypatch.setattr(study, "_MAX_BARREN", 10)
+
     def verify(config):
         raise EquivalenceError("wrong")
 

@@ -71,14 +71,14 @@ def test_other_illegal_arguments_are_refused():
         study.run(conditional, cost)
 
 
-@pytest.mark.parametrize("first", [1, 7, 14])
+@pytest.mark.parametrize("first", [1, 13])
 def test_a_resumed_study_proposes_what_an_uninterrupted_one_does(tmp_path, first):
-    whole = study.run(conditional, cost, trials=24, seed=5, fingerprint="v1")
+    whole = study.run(conditional, cost, trials=18, seed=5, fingerprint="v1")
     path = str(tmp_path / "s")
     study.run(conditional, cost, study.open_storage(path), trials=first, seed=5, fingerprint="v1")
-    parts = study.run(conditional, cost, study.open_storage(path), trials=24, seed=5, fingerprint="v1")
+    parts = study.run(conditional, cost, study.open_storage(path), trials=18, seed=5, fingerprint="v1")
     assert params_of(parts) == params_of(whole)
-    assert len(whole.trials) == 24
+    assert len(whole.trials) == 18
     assert whole.params["path"] == "planned"
 
 
@@ -90,10 +90,9 @@ def test_another_seed_proposes_something_else():
 def test_proposals_do_not_depend_on_the_hash_seed():
     program = ("import json\nfrom sparselift.tuning import study\nfrom test_study import conditional, cost\n"
                "print(json.dumps([dict(t.params) for t in study.run(conditional, cost, trials=16, seed=3, fingerprint='v1').trials]))")
-    here = os.path.dirname(__file__)
-    outputs = {subprocess.run([sys.executable, "-c", program], cwd=here, check=True, capture_output=True,
-                              env={**os.environ, "PYTHONHASHSEED": hash_seed}).stdout for hash_seed in ("1", "2")}
-    assert len(outputs) == 1
+    other = subprocess.run([sys.executable, "-c", program], cwd=os.path.dirname(__file__), check=True, capture_output=True,
+                           env={**os.environ, "PYTHONHASHSEED": "1"})
+    assert json.loads(other.stdout) == params_of(study.run(conditional, cost, trials=16, seed=3, fingerprint="v1"))
 
 
 def test_the_budget_counts_earlier_trials(tmp_path):
