@@ -28,37 +28,38 @@ EXIT_CHECK_FAILED, EXIT_NO_BENCH = 1, 3
 LIFT_REPS = 3
 
 
-def plans(side: Side, args: argparse.Namespace) -> Iterator[tuple[str, str, Plan]]:
-    """(name, huge pages, plan) of what is to be measured."""
-    for pages in ("on", "off") if args.huge_pages == "both" else (args.huge_pages,):
-        constraints = sl.Constraints(pin={} if pages == "on" else {"huge_pages": "off"})
-        if args.tune:
-            result = sl.tune(side.workload(), trials=args.tune, constraints=constraints, seed=args.seed)
-            yield f"tuned, {args.tune} trials", pages, result.plan
-        else:
-            yield "default", pages, default_plan(sl.lift(side.workload()), constraints)
+def make_plan(side: Side, pages: str, args: argparse.Namespace) -> tuple[str, Plan]:
+    """(name, plan) of what is to be measured."""
+    constraints = sl.Constraints(pin={} if pages == "on" else {"huge_pages": "off"})
+    if args.tune:
+        return f"tuned, {args.tune} trials", sl.tune(side.workload(), trials=args.tune, constraints=constraints, seed=args.seed).plan
+    return "default", default_plan(sl.lift(side.workload()), constraints)
 
 
 def measure(bench: Bench, name: str, optimizer: str, args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of one workload and optimizer: for each thread count and plan, and what the machinery costs."""
-    shape = bench.workloads.load_workloads()[name]
-    case = Case(bench, shape, optimizer, args.seed)
-    native, planned = case.side(planned=False), case.side(planned=True)
-    traffic_bytes, checked = case.traffic_bytes(), False
+    """The rows of one workload and optimizer."""
+    case = Case(bench, bench.workloads.load_workloads()[name], optimizer, args.seed)
     for threads in args.threads:
         torch.set_num_threads(threads)
         if name == "W6b":
-            yield single_row(lift_seconds(native), workload="W6b lift, 8 batches", config="", optimizer=optimizer)
-        for config, pages, plan in plans(planned, args):
-            sl.apply(plan, planned.model, planned.optimizers)
-            if not checked:
-                check(native, planned)
-                checked = True
-            times = interleave(native.step, planned.step, len(case.batches), args.reps, args.seed)
-            yield paired_row(times, workload=name, config=config, optimizer=optimizer, huge_pages=pages, traffic_bytes=traffic_bytes)
-            if name == "W2" and pages == "on":
-                yield single_row(machinery_seconds(planned, args.reps), workload="W2 without kernels", config=config, optimizer=optimizer)
-            sl.unapply(planned.model, planned.optimizers)
+            yield single_row(lift_seconds(case.side(planned=True)), workload="W6b lift, 8 batches", config="", optimizer=optimizer)
+        for pages in ("on", "off") if args.huge_pages == "both" else (args.huge_pages,):
+            yield from measure_plan(case, pages, args)
+            gc.collect()                  # the tables of one pair of sides at a time
+
+
+def measure_plan(case: Case, pages: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Both sides from the same start: checked against each other, then timed."""
+    native, planned = case.side(planned=False), case.side(planned=True)
+    config, plan = make_plan(planned, pages, args)
+    sl.apply(plan, planned.model, planned.optimizers)
+    check(native, planned)
+    name, optimizer = case.shape.name, case.optimizer
+    times = interleave(native.step, planned.step, len(case.batches), args.reps, args.seed)
+    yield paired_row(times, workload=name, config=config, optimizer=optimizer, huge_pages=pages, traffic_bytes=case.traffic_bytes())
+    if name == "W2" and pages == "on" and plan.config.path == "planned":
+        yield single_row(machinery_seconds(planned, args.reps), workload="W2 without kernels", config=config, optimizer=optimizer)
+    sl.unapply(planned.model, planned.optimizers)
 
 
 def lift_seconds(side: Side) -> list[float]:
@@ -91,39 +92,46 @@ def show(row: Row) -> None:
               f"{row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]  {row.gbps:5.1f} GB/s", flush=True)
 
 
-def main() -> int:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help=f"of {','.join(WORKLOADS)}; default: all")
-    parser.add_argument("--optimizers", type=names, default=None, help="default: all that a workload lists")
-    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2], help="default: 1,2")
+    parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help=f"default: {','.join(WORKLOADS)}")
+    parser.add_argument("--optimizers", type=_names, default=None, help="default: all that a workload lists")
+    parser.add_argument("--threads", type=lambda text: [int(count) for count in _names(text)], default=[1, 2], help="default: 1,2")
     parser.add_argument("--reps", type=int, default=31, help="timed pairs of steps; default: 31")
     parser.add_argument("--huge-pages", choices=("on", "off", "both"), default="both", help="on: where the plan wants them; default: both")
     parser.add_argument("--tune", type=int, default=0, metavar="TRIALS", help="tune a plan instead of taking the default one")
     parser.add_argument("--bench-folder", type=Path, default=BENCH, help="where workloads.py and workloads.json are")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("first_light.csv"))
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main() -> int:
+    parser = options()
     args = parser.parse_args()
     try:
         bench = Bench.load(args.bench_folder)
     except FileNotFoundError as reason:
         print(f"skipped {', '.join(args.workloads)}: {reason}", file=sys.stderr)
         return EXIT_NO_BENCH
-    rows: list[Row] = []
-    shapes = bench.workloads.load_workloads()
-    for name in args.workloads:
-        for optimizer in shapes[name].optimizers:
-            if args.optimizers and optimizer not in args.optimizers:
-                continue
-            try:
-                for row in measure(bench, name, optimizer, args):
-                    rows.append(row)
-                    show(row)
-                    write_rows(args.out, rows)
-            except CheckFailed as reason:
-                print(f"check failed: {reason}", file=sys.stderr)
-                return EXIT_CHECK_FAILED
-            gc.collect()                  # the tables of one case at a time
+    shapes, rows = bench.workloads.load_workloads(), []
+    if unknown := [name for name in args.workloads if name not in shapes]:
+        parser.error(f"there is no workload {', '.join(unknown)}; there are {', '.join(shapes)}")
+    try:
+        for name in args.workloads:
+            for optimizer in shapes[name].optimizers:
+                if args.optimizers is None or optimizer in args.optimizers:
+                    for row in measure(bench, name, optimizer, args):
+                        rows.append(row)
+                        show(row)
+                        write_rows(args.out, rows)
+    except CheckFailed as reason:
+        print(f"check failed: {reason}", file=sys.stderr)
+        return EXIT_CHECK_FAILED
     return 0
 
 

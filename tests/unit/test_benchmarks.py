@@ -151,6 +151,15 @@ def test_the_driver_writes_rows(benchmarks: ModuleType, tmp_path: Path, monkeypa
     assert capsys.readouterr().out.count(" ms") >= len(rows)
 
 
+@needs_bench
+def test_unknown_workloads_are_a_usage_error(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_light.py", "--workloads", "W1,W99"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.main()
+    assert "there is no workload W99; there are W1, W2" in capsys.readouterr().err
+
+
 def test_without_the_shared_benchmark_nothing_runs(benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["first_light.py", "--bench-folder", str(tmp_path)])
