@@ -86,6 +86,13 @@ class GradState:
         self.scales = (factor,) * len(self.arrived)
         return True
 
+    def coalesced_tensor(self) -> Tensor:
+        """The gradient with every row once, as torch's `coalesce` gives it but for the order of the sums. For sparse tables."""
+        if self.value is not None:
+            return self.value
+        rows, values = self._coalesced(self.arrived, self.scales)
+        return torch.sparse_coo_tensor(rows[None], values, self.shape, check_invariants=False, is_coalesced=True)
+
     def coalesced_values(self) -> Tensor:
         """(U, D) gradient rows, each row of the table at most once; or the whole dense gradient."""
         if self.value is not None:
@@ -107,12 +114,14 @@ class GradState:
 
     def _expanded(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
         """COO, uncoalesced, a row a lookup, in torch's order."""
-        rows, values = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, self.shape[1])]
-        for arrival, segment in zip(arrived, self._segments(arrived, scales)):
-            ids, grads = arrival.program.expanded_grad(arrival.place[self.table], [segment])
-            rows.append(ids)
-            values.append(grads)
-        return torch.sparse_coo_tensor(torch.cat(rows)[None], torch.cat(values), self.shape, check_invariants=False)
+        parts = [arrival.program.expanded_grad(arrival.place[self.table], [segment])
+                 for arrival, segment in zip(arrived, self._segments(arrived, scales))]
+        if len(parts) == 1:
+            rows, values = parts[0]
+        else:
+            rows = torch.cat([torch.zeros(0, dtype=torch.int64), *(rows for rows, _ in parts)])
+            values = torch.cat([torch.zeros(0, self.shape[1]), *(values for _, values in parts)])
+        return torch.sparse_coo_tensor(rows[None], values, self.shape, check_invariants=False)
 
     def _native(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
         """The gradient that torch's autograd would have accumulated: COO if sparse, else (R, D)."""

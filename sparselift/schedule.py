@@ -16,7 +16,8 @@ from sparselift.space import Config, config_problems
 class TableSchedule:
     """How one table is looked up and updated."""
 
-    update: str                    # "fused" (our kernel in optimizer.step()) or "native" (torch's optimizer gets a sparse gradient)
+    update: str                    # "fused" (our kernel in optimizer.step()); or torch's optimizer gets an ordinary gradient: "coalesced"
+                                   # by our kernel, or "native", as torch's backward leaves it
     coalesce: str                  # "chain" or "none" (kernels.base.TableKnobs)
     prefetch: int
     partition: str                 # "bag" or "table"

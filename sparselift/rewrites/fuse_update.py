@@ -35,7 +35,9 @@ class FuseUpdate(Rewrite):
     equivalence_note = ("reassociated; bitwise for update='native' and for coalesce='none', where a table has sparse gradients "
                         "and one lookup a step, and the loop does not clip")
     knobs = (
-        Knob("update", ("native", "fused"), "native", "native: torch's optimizer gets an ordinary gradient; fused: a kernel updates rows"),
+        Knob("update", ("native", "coalesced", "fused"), "native",
+             "native: torch's optimizer gets an ordinary gradient; coalesced: one whose duplicates a kernel has summed; "
+             "fused: a kernel updates rows"),
         Knob("coalesce", COALESCE_METHODS, "chain", "chain: sum a row's gradients, update it once; none: SGD lookup by lookup, in id order",
              requires=(("update", ("fused",)),)),
     )
@@ -46,6 +48,10 @@ class FuseUpdate(Rewrite):
         for table in tables_at(structure, site):
             if table.optimizer is None:
                 return f"table {table.name}: no optimizer holds it, so there is no update to fuse"
+            if knobs["update"] == "coalesced":
+                if not table.sparse:
+                    return f"table {table.name}: its gradient is dense, so there are no duplicates to sum"
+                continue
             if table.optimizer.fused_rule is None:
                 return f"table {table.name}: {table.optimizer.reason or f'no fused update for {table.optimizer.kind}'}"
             if knobs["coalesce"] == "none" and table.optimizer.fused_rule != "sgd":
@@ -62,15 +68,17 @@ class FuseUpdate(Rewrite):
         return "bitwise" if one_sparse_lookup and in_torchs_order else "reassociated"
 
     def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
-        return {"update": "fused", "coalesce": "chain"}
+        fusable = all(table.optimizer and table.optimizer.fused_rule for table in tables_at(graph.structure, site))
+        # An optimizer without a fused rule coalesces by sorting; a chain a row does it in one pass.
+        return {"update": "fused" if fusable else "coalesced", "coalesce": "chain"}
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return nodes_at(graph, site, "expand", "coalesce", "update")
 
     def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        """Expand and coalesce go away; the update reads gradients of bags instead of lookups."""
-        if not self.applied(knobs):
-            return graph
+        """Fused, expand and coalesce go away: the update reads gradients of bags instead of lookups. Coalesced, expand does."""
+        if knobs["update"] != "fused":
+            return self._coalesced(graph, site) if knobs["update"] == "coalesced" else graph
         gone = {node.name: node.inputs for node in self.match(graph, site) if node.op != "update"}
         updates = {node.name for node in self.match(graph, site) if node.op == "update"}
         nodes = []
@@ -88,9 +96,37 @@ class FuseUpdate(Rewrite):
             k = lookups(graph, table.name)
             if knobs["update"] == "native":
                 total += k * (8 + 4 * table.dim) if table.sparse else 4.0 * table.rows * table.dim
+            elif knobs["update"] == "coalesced":
+                total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(table, k, "chain")
+                total += unique_rows(graph, table.name) * (8 + 4 * table.dim)
             else:
                 total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(table, k, str(knobs["coalesce"]))
         return round(total)
+
+    def _coalesced(self, graph: Graph, site: Site) -> Graph:
+        """From bags' gradients to distinct rows in one kernel; torch expands them first, and for some optimizers sorts and sums."""
+        summed = {table for node in nodes_at(graph, site, "coalesce") for table in node.tables}
+        expand = nodes_at(graph, site, "expand")
+        gone = {node.name: node.inputs for node in expand if summed.issuperset(node.tables)}
+        changed = {node.name for node in (*expand, *nodes_at(graph, site, "coalesce"))} - set(gone)
+        nodes = []
+        for node in graph.nodes:
+            if node.name in gone:
+                continue
+            node = replace(node, inputs=_past(node.inputs, gone))
+            nodes.append(self._chained(graph, node) if node.name in changed else node)
+        return replace(graph, nodes=tuple(nodes))
+
+    def _chained(self, graph: Graph, node: Node) -> Node:
+        read = write = live = 0.0
+        for name in node.tables:
+            table = graph.structure.table(name)
+            k, u = lookups(graph, name), unique_rows(graph, name)
+            links = 4 * k + 4 * u
+            read += 4 * k + links + 4 * k * table.dim
+            write += links + u * (8 + 4 * table.dim)
+            live += bag_gradient_bytes(graph, name) + _workspace_bytes(table, k, "chain") + u * (8 + 4 * table.dim)
+        return node.changed(self.name, read_bytes=round(read), write_bytes=round(write), live_bytes=round(live), launches=1, time_s=None)
 
     def _fused(self, graph: Graph, node: Node, coalesce: str) -> Node:
         read = write = live = 0.0

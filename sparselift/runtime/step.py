@@ -79,7 +79,7 @@ class FusedStep:
                 reason = self._obstacle(state) or (_state_obstacle(rule, own, weight) if rule != "sgd" else "")
             self.hidden.append((weight, grad))
             if reason:
-                weight.grad = state.tensor()
+                weight.grad = state.coalesced_tensor() if self.runtime.knobs[state.table].update == "coalesced" else state.tensor()
                 self.runtime.updates[state.table, f"torch's optimizer: {reason}"] += 1
                 continue
             assert rule is not None
@@ -95,7 +95,7 @@ class FusedStep:
         if state.table not in self.runtime.tables:
             return "a table of another model"
         if state.table not in self.fused:
-            return "the plan chose it"
+            return f"the plan chose update={self.runtime.knobs[state.table].update!r}"
         if state.value is not None:
             return "the gradient was read or written as a tensor"
         return "" if consists_of_lookups(state) else "lookups of the table ran in several groups"

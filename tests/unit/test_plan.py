@@ -314,7 +314,7 @@ def test_explain_names_every_table_and_every_rejected_choice() -> None:
 
 def test_explain_says_why_a_knob_has_no_effect_or_no_other_value() -> None:
     text = explain(default_plan(small_graph(ADAGRAD), Constraints(equivalence="bitwise")))
-    assert "not update='fused': equivalence='bitwise' is demanded" in text
+    assert "not update='coalesced' or 'fused': equivalence='bitwise' is demanded" in text
     assert "coalesce has an effect only with update in ['fused']" in text
     adagrad = explain(default_plan(small_graph(ADAGRAD)))
     assert "not coalesce='none': table big.weight: coalesce='none' is for SGD" in adagrad

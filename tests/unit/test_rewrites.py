@@ -84,7 +84,8 @@ def test_preferences_are_choices(rewrite: Rewrite) -> None:
 
 def test_combinations_give_knobs_without_effect_their_off_value() -> None:
     assert by_name("fuse_update").combinations() == (
-        {"update": "native", "coalesce": "chain"}, {"update": "fused", "coalesce": "chain"}, {"update": "fused", "coalesce": "none"})
+        {"update": "native", "coalesce": "chain"}, {"update": "coalesced", "coalesce": "chain"}, {"update": "fused", "coalesce": "chain"},
+        {"update": "fused", "coalesce": "none"})
 
 
 def test_weakest_and_same() -> None:
@@ -243,3 +244,21 @@ def test_class_rewrites_leave_other_tables_alone() -> None:
 def test_the_page_shows_the_catalog() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rewrites.md").read_text(encoding="utf-8")
     assert catalog_table() in page
+
+
+def test_coalesced_update_takes_the_expansion_away_and_nothing_else() -> None:
+    g = small_graph(ADAGRAD)
+    after = by_name("fuse_update").transform(g, whole(g), {"update": "coalesced", "coalesce": "chain"})
+    assert [node.name for node in after.nodes] == [node.name for node in g.nodes if node.op != "expand"]
+    for node in after.nodes:
+        assert set(node.inputs) <= {other.name for other in after.nodes}
+        assert ("fuse_update" in node.rewrites) == (node.op == "coalesce")
+
+
+def test_coalesced_update_is_for_sparse_gradients() -> None:
+    g = small_graph()
+    dense = replace(g.structure, tables=tuple(replace(t, sparse=False) for t in g.structure.tables))
+    knobs = {"update": "coalesced", "coalesce": "chain"}
+    assert by_name("fuse_update").legal(g.structure, whole(g), knobs) is None
+    assert "dense" in str(by_name("fuse_update").legal(dense, whole(g), knobs))
+    assert by_name("fuse_update").equivalence(g.structure, whole(g), knobs) == "reassociated"

@@ -95,7 +95,18 @@ def test_plan_can_leave_the_update_to_torch(backend: str) -> None:
     pair = Pair(backend=backend, update="native")
     train(pair)
     pair.check(exact=True)
-    assert {how for _, how in pair.applied.runtime.updates} == {"torch's optimizer: the plan chose it"}
+    assert {how for _, how in pair.applied.runtime.updates} == {"torch's optimizer: the plan chose update='native'"}
+
+
+@pytest.mark.parametrize("optimizer", ["sparse_adam", "momentum", "sgd"])
+def test_torchs_update_from_a_coalesced_gradient(backend: str, optimizer: str) -> None:
+    pair = Pair(optimizer, backend, update="coalesced")
+    for seed in range(4):
+        pair.both(lambda model, _, seed=seed: backward(model, seed))
+        assert not pair.lifted.emb[0].weight.grad._state.tensor().is_coalesced()      # what the loop sees is torch's
+        pair.both(lambda model, opt: (opt.step(), opt.zero_grad()))
+    pair.check()
+    assert len(pair.applied.runtime.updates) == 3
 
 
 @pytest.mark.parametrize("optimizer", FUSED)
