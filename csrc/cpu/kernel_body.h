@@ -10,6 +10,10 @@
 // kMaxVectors * kWidth columns are one block, whose sums stay in registers over a whole bag or chain (Span). Wider rows take a pass
 // over the ids for each block: every pass touches cache lines of its own.
 
+/// Always: a helper that stays a call takes the address of its caller's arguments, which then live in memory that every store may
+/// have changed. It costs up to a third of an update.
+#define SL_INLINE __attribute__((always_inline)) inline
+
 /// N whole vectors, and with kTail a partial one after them.
 template <int N, bool kTail>
 struct Size {
@@ -21,7 +25,7 @@ struct Size {
 
 /// Calls visit(Size, first column, mask) for the blocks that cover `dim` columns.
 template <typename Visit>
-inline void visit_blocks(int64_t dim, const Visit& visit) {
+SL_INLINE void visit_blocks(int64_t dim, const Visit& visit) {
     int64_t column = 0;
     while (column < dim) {
         const int64_t full = (dim - column) / kWidth;
@@ -45,7 +49,7 @@ inline void visit_blocks(int64_t dim, const Visit& visit) {
     }
 }
 
-inline bool is_one_block(int64_t dim) {
+SL_INLINE bool is_one_block(int64_t dim) {
     int64_t blocks = 0;
     visit_blocks(dim, [&](auto, int64_t, Mask) { ++blocks; });
     return blocks == 1;
@@ -57,7 +61,7 @@ struct Span {
 };
 
 template <typename S>
-inline Span<S> zero_span() {
+SL_INLINE Span<S> zero_span() {
     Span<S> span;
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) span.v[i] = zero();
@@ -65,12 +69,12 @@ inline Span<S> zero_span() {
 }
 
 template <typename S>
-inline Vec load_vector(const float* row, int i, Mask mask) {
+SL_INLINE Vec load_vector(const float* row, int i, Mask mask) {
     return S::kHasTail && i == S::kFull ? load_part(row + i * kWidth, mask) : load(row + i * kWidth);
 }
 
 template <typename S>
-inline Span<S> load_span(const float* row, Mask mask) {
+SL_INLINE Span<S> load_span(const float* row, Mask mask) {
     Span<S> span;
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) span.v[i] = load_vector<S>(row, i, mask);
@@ -78,21 +82,21 @@ inline Span<S> load_span(const float* row, Mask mask) {
 }
 
 template <typename S>
-inline void store_span(float* row, const Span<S>& span, Mask mask) {
+SL_INLINE void store_span(float* row, const Span<S>& span, Mask mask) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kFull; ++i) store(row + i * kWidth, span.v[i]);
     if (S::kHasTail) store_part(row + S::kFull * kWidth, mask, span.v[S::kVectors - 1]);
 }
 
 template <typename S>
-inline void add_row(Span<S>& span, const float* row, Mask mask) {
+SL_INLINE void add_row(Span<S>& span, const float* row, Mask mask) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) span.v[i] = add(span.v[i], load_vector<S>(row, i, mask));
 }
 
 /// span = fma(factor, row, span), or with two roundings.
 template <typename S, bool kFused>
-inline void add_scaled_row(Span<S>& span, Vec factor, const float* row, Mask mask) {
+SL_INLINE void add_scaled_row(Span<S>& span, Vec factor, const float* row, Mask mask) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) {
         const Vec value = load_vector<S>(row, i, mask);
@@ -101,16 +105,17 @@ inline void add_scaled_row(Span<S>& span, Vec factor, const float* row, Mask mas
 }
 
 template <typename S>
-inline void scale_span(Span<S>& span, float factor) {
+SL_INLINE void scale_span(Span<S>& span, float factor) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) span.v[i] = mul(span.v[i], splat(factor));
 }
 
-inline void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 3); }
+/// Into L2: more of these may be under way at a time than of those into L1.
+SL_INLINE void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 /// The lines of a block of a row. Beyond 16 lines the hardware's own prefetcher has long taken over.
 template <typename S>
-inline void prefetch_row(const float* row) {
+SL_INLINE void prefetch_row(const float* row) {
     constexpr int kLines = S::kLines < 16 ? S::kLines : 16;
 #pragma GCC unroll 16
     for (int i = 0; i < kLines; ++i) prefetch_line(row + i * 16);
@@ -120,7 +125,7 @@ struct Bounds {
     int64_t begin, end;
 };
 
-inline Bounds bounds_of(const Lookups& lookups, int64_t bag) {
+SL_INLINE Bounds bounds_of(const Lookups& lookups, int64_t bag) {
     if (!lookups.offsets) return {bag * lookups.length, (bag + 1) * lookups.length};
     return {lookups.offsets[bag], lookups.offsets[bag + 1]};
 }
@@ -128,7 +133,7 @@ inline Bounds bounds_of(const Lookups& lookups, int64_t bag) {
 // ---------------------------------------------------------------------------------------------------- ids
 
 template <typename Id>
-inline int64_t narrow(const Id* ids, int64_t count, int64_t stride, int64_t rows, int32_t* out) {
+SL_INLINE int64_t narrow(const Id* ids, int64_t count, int64_t stride, int64_t rows, int32_t* out) {
     // No early exit: a loop without one is vectorised, and a fault is looked for only when there is one.
     uint64_t wrong = 0;
     if (stride == 1) {
@@ -167,8 +172,9 @@ enum class Bag {
 
 /// Sums of bags [first_bag, last_bag) over the columns of one block. Bytes: a row's block read a lookup, one written a bag.
 template <typename S, Bag kKind>
-static void forward_block(const ForwardArgs& a, int64_t column, Mask mask) {
-    const Lookups& l = a.lookups;
+static void forward_block(const ForwardArgs& args, int64_t column, Mask mask) {
+    const ForwardArgs a = args;      // a copy of its own: no store can change it, so it stays in registers
+    const Lookups l = a.lookups;
     const float* table = a.table + column;
     const int64_t last = l.count - 1, ahead = a.prefetch;
     for (int64_t bag = a.first_bag; bag < a.last_bag; ++bag) {
@@ -239,7 +245,9 @@ static void weight_grad(const ForwardArgs& a, const float* grad, int64_t grad_st
     }
 }
 
-static int64_t find_slots(const UpdateArgs& a, const Lookups& l, int64_t known, int32_t* slots) {
+static int64_t find_slots(const UpdateArgs& args, const Lookups& lookups, int64_t known, int32_t* slots) {
+    const UpdateArgs a = args;
+    const Lookups l = lookups;
     constexpr int64_t kAhead = 16;
     int64_t num_rows = known;
     for (int64_t k = 0; k < l.count; ++k) {
@@ -258,7 +266,7 @@ static int64_t find_slots(const UpdateArgs& a, const Lookups& l, int64_t known, 
 
 /// Calls visit(k, bag) for the lookups of a feature, last first.
 template <typename Visit>
-inline void visit_backwards(const Lookups& l, const Visit& visit) {
+SL_INLINE void visit_backwards(const Lookups& l, const Visit& visit) {
     if (!l.offsets && l.length == 1) {
         for (int64_t k = l.count - 1; k >= 0; --k) visit(k, static_cast<int32_t>(k));
         return;
@@ -272,13 +280,14 @@ inline void visit_backwards(const Lookups& l, const Visit& visit) {
 /// Going backwards, pushing every lookup in front of its row's chain leaves the chains in ascending order.
 /// There are no branches on the data: a lookup that is padding or another part's pushes onto a chain that nobody reads.
 template <bool kFiltered>
-static int64_t build(const UpdateArgs& a) {
+static int64_t build(const UpdateArgs& args) {
+    const UpdateArgs a = args;
     constexpr int64_t kAhead = 16;
     int64_t num_rows = 0;
     int32_t unread = 0;
     for (int64_t s = a.num_sources - 1; s >= 0; --s) {
         const Source& source = a.sources[s];
-        const Lookups& l = source.lookups;
+        const Lookups l = source.lookups;
         Node* nodes = a.nodes + source.first;
         visit_backwards(l, [&](int64_t k, int32_t bag) {
             prefetch_line(a.heads + l.ids[k > kAhead ? k - kAhead : 0]);
@@ -305,14 +314,14 @@ static int64_t build_chains(const UpdateArgs& a) {
     return filtered ? build<true>(a) : build<false>(a);
 }
 
-inline float factor_of(const Source& source, int64_t k, int64_t bag) {
+SL_INLINE float factor_of(const Source& source, int64_t k, int64_t bag) {
     const Lookups& l = source.lookups;
     return l.weights ? l.weights[k - source.first] : l.inverse ? l.inverse[bag] : 1.0f;
 }
 
 /// Sum over the chain that starts at `link`, of the columns of one block.
 template <typename S>
-inline Span<S> sum_chain(const UpdateArgs& a, int32_t link, int64_t column, Mask mask) {
+SL_INLINE Span<S> sum_chain(const UpdateArgs& a, int32_t link, int64_t column, Mask mask) {
     Span<S> sum = zero_span<S>();
     const Source* source = a.sources;
     while (link) {
@@ -334,24 +343,24 @@ inline Span<S> sum_chain(const UpdateArgs& a, int32_t link, int64_t column, Mask
     return sum;
 }
 
-/// Brings what row u - prefetch will need: its weights and state, its first gradient; and, twice as far ahead, its head.
+constexpr int kGroup = 16;      // rows whose gradients are summed together
+
+/// Brings the weights and the state of a group of rows that come `prefetch` rows after row u, and the heads of the group after that.
 template <typename S>
-inline void prefetch_ahead(const UpdateArgs& a, int64_t u) {
-    const int64_t ahead = a.prefetch;
-    if (u >= 2 * ahead) prefetch_line(a.heads + a.rows[u - 2 * ahead]);
-    if (u < ahead) return;
-    const int64_t row = a.rows[u - ahead];
-    prefetch_row<S>(a.table + row * a.dim);
-    if (a.kind == SL_ROWWISE_ADAGRAD) prefetch_line(a.state + row);
-    else if (a.kind == SL_ADAGRAD) prefetch_row<S>(a.state + row * a.dim);
-    const int32_t k = a.heads[row] - 1;
-    const Source* source = a.sources;
-    while (k >= source->last) ++source;
-    prefetch_row<S>(source->grad + a.nodes[k].bag * source->grad_stride);
+SL_INLINE void prefetch_group(const UpdateArgs& a, int64_t u) {
+    if (!a.prefetch) return;
+    const int64_t ahead = u - a.prefetch;
+    for (int64_t i = ahead; i > ahead - kGroup && i >= 0; --i) {
+        const int64_t row = a.rows[i];
+        prefetch_row<S>(a.table + row * a.dim);
+        if (a.kind == SL_ROWWISE_ADAGRAD) prefetch_line(a.state + row);
+        else if (a.kind == SL_ADAGRAD) prefetch_row<S>(a.state + row * a.dim);
+    }
+    for (int64_t i = ahead - kGroup; i > ahead - 2 * kGroup && i >= 0; --i) prefetch_line(a.heads + a.rows[i]);
 }
 
 template <typename S>
-inline void step_sgd(const UpdateArgs& a, float* weight, const Span<S>& grad, Mask mask) {
+SL_INLINE void step_sgd(const UpdateArgs& a, float* weight, const Span<S>& grad, Mask mask) {
     Span<S> w = load_span<S>(weight, mask);
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) w.v[i] = fma(splat(-a.lr), grad.v[i], w.v[i]);
@@ -360,7 +369,7 @@ inline void step_sgd(const UpdateArgs& a, float* weight, const Span<S>& grad, Ma
 
 /// The roundings of torch.optim.Adagrad: s + (g * g), then fma(-lr, g / (sqrt(s) + eps), w).
 template <typename S>
-inline void step_adagrad(const UpdateArgs& a, float* weight, float* state, const Span<S>& grad, Mask mask) {
+SL_INLINE void step_adagrad(const UpdateArgs& a, float* weight, float* state, const Span<S>& grad, Mask mask) {
     Span<S> w = load_span<S>(weight, mask), s = load_span<S>(state, mask);
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) {
@@ -373,7 +382,7 @@ inline void step_adagrad(const UpdateArgs& a, float* weight, float* state, const
 
 /// The gradient as the rule wants it: sign and weight decay applied. Adds its squares to `squares`.
 template <typename S>
-inline void adjust(const UpdateArgs& a, const float* weight, Span<S>& grad, Vec& squares, Mask mask) {
+SL_INLINE void adjust(const UpdateArgs& a, const float* weight, Span<S>& grad, Vec& squares, Mask mask) {
     if (a.maximize) scale_span(grad, -1.0f);
     if (a.kind != SL_ROWWISE_ADAGRAD) return;
     if (a.weight_decay != 0.0f) add_scaled_row<S, false>(grad, splat(a.weight_decay), weight, mask);
@@ -382,33 +391,48 @@ inline void adjust(const UpdateArgs& a, const float* weight, Span<S>& grad, Vec&
 }
 
 /// Adds the mean square to the row's state. Returns what the gradient is multiplied by.
-inline float rowwise_scale(const UpdateArgs& a, int64_t row, Vec squares) {
+SL_INLINE float rowwise_scale(const UpdateArgs& a, int64_t row, Vec squares) {
     const float state = a.state[row] + sum(squares) / static_cast<float>(a.dim);
     a.state[row] = state;
     return -a.lr / (__builtin_sqrtf(state) + a.eps);
 }
 
-/// One step on every row, whose gradient stays in registers. Bytes: per row its weights and state read and written; per lookup
-/// a gradient row, mostly from cache.
 template <typename S>
-static void apply_one_block(const UpdateArgs& a, int64_t num_rows, Mask mask) {
-    for (int64_t u = num_rows - 1; u >= 0; --u) {
-        if (a.prefetch) prefetch_ahead<S>(a, u);
-        const int64_t row = a.rows[u];
-        const int32_t head = a.heads[row];
-        a.heads[row] = 0;
-        float* weight = a.table + row * a.dim;
-        Span<S> grad = sum_chain<S>(a, head, 0, mask);
-        Vec squares = zero();
-        adjust(a, weight, grad, squares, mask);
-        if (a.kind == SL_SGD) step_sgd(a, weight, grad, mask);
-        else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight, a.state + row * a.dim, grad, mask);
-        else {
-            const Vec scale = splat(rowwise_scale(a, row, squares));
-            Span<S> w = load_span<S>(weight, mask);
+SL_INLINE void step_rowwise(float* weight, Vec scale, const Span<S>& grad, Mask mask) {
+    Span<S> w = load_span<S>(weight, mask);
 #pragma GCC unroll 16
-            for (int i = 0; i < S::kVectors; ++i) w.v[i] = add(w.v[i], mul(grad.v[i], scale));
-            store_span(weight, w, mask);
+    for (int i = 0; i < S::kVectors; ++i) w.v[i] = add(w.v[i], mul(grad.v[i], scale));
+    store_span(weight, w, mask);
+}
+
+/// One step on every row. Bytes: per row its weights and state read and written; per lookup a gradient row, mostly from cache.
+/// Gradients of a group of rows are summed before any of their weights is touched: a load waits for every earlier store that agrees
+/// with its address in the last 12 bits, and those stores wait for weights from memory.
+template <typename S>
+static void apply_one_block(const UpdateArgs& args, int64_t num_rows, Mask mask) {
+    const UpdateArgs a = args;      // a copy of its own: no store can change it, so it stays in registers
+    alignas(64) float sums[kGroup][S::kVectors * kWidth];
+    for (int64_t first = num_rows - 1; first >= 0; first -= kGroup) {
+        const int count = first + 1 < kGroup ? static_cast<int>(first + 1) : kGroup;
+        prefetch_group<S>(a, first);
+        for (int i = 0; i < count; ++i) {
+            int32_t* head = a.heads + a.rows[first - i];
+            const Span<S> grad = sum_chain<S>(a, *head, 0, mask);
+            *head = 0;
+#pragma GCC unroll 16
+            for (int j = 0; j < S::kVectors; ++j) store(&sums[i][j * kWidth], grad.v[j]);
+        }
+        for (int i = 0; i < count; ++i) {
+            const int64_t row = a.rows[first - i];
+            float* weight = a.table + row * a.dim;
+            Span<S> grad;
+#pragma GCC unroll 16
+            for (int j = 0; j < S::kVectors; ++j) grad.v[j] = load(&sums[i][j * kWidth]);
+            Vec squares = zero();
+            adjust(a, weight, grad, squares, mask);
+            if (a.kind == SL_SGD) step_sgd(a, weight, grad, mask);
+            else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight, a.state + row * a.dim, grad, mask);
+            else step_rowwise(weight, splat(rowwise_scale(a, row, squares)), grad, mask);
         }
     }
 }
@@ -416,7 +440,7 @@ static void apply_one_block(const UpdateArgs& a, int64_t num_rows, Mask mask) {
 /// The same for rows of several blocks: the row-wise rule needs a sum over all of them, so gradients go through `scratch`.
 static void apply_blocks(const UpdateArgs& a, int64_t num_rows) {
     for (int64_t u = num_rows - 1; u >= 0; --u) {
-        if (a.prefetch) prefetch_ahead<Size<8, false>>(a, u);
+        if (u % kGroup == 0) prefetch_group<Size<kMaxVectors, false>>(a, u);
         const int64_t row = a.rows[u];
         const int32_t head = a.heads[row];
         a.heads[row] = 0;
@@ -434,9 +458,7 @@ static void apply_blocks(const UpdateArgs& a, int64_t num_rows) {
         const Vec scale = splat(rowwise_scale(a, row, squares));
         visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
             using S = decltype(size);
-            Span<S> w = load_span<S>(weight + column, mask);
-            add_scaled_row<S, false>(w, scale, a.scratch + column, mask);
-            store_span(weight + column, w, mask);
+            step_rowwise(weight + column, scale, load_span<S>(a.scratch + column, mask), mask);
         });
     }
 }
@@ -463,8 +485,10 @@ static void sum_chains(const UpdateArgs& a, int64_t num_rows, float* out) {
 
 /// SGD in id order, one rounding a lookup: w = fma(-lr, g, w), the bits of torch.optim.SGD on an uncoalesced gradient.
 template <typename S>
-static void apply_lookups_block(const UpdateArgs& a, const Source& source, int64_t column, Mask mask) {
-    const Lookups& l = source.lookups;
+static void apply_lookups_block(const UpdateArgs& args, const Source& from, int64_t column, Mask mask) {
+    const UpdateArgs a = args;
+    const Source source = from;
+    const Lookups l = source.lookups;
     float* table = a.table + column;
     const Vec rate = splat(a.maximize ? a.lr : -a.lr);
     const int64_t last = l.count - 1, ahead = a.prefetch;
@@ -500,6 +524,22 @@ static void apply_lookups(const UpdateArgs& a) {
     });
 }
 
+/// out[b, :] = the gradient row that every lookup of bag b adds, but for its own weight: (B, D) side by side.
+static void pack_grads(const Source& source, int64_t dim, float* out) {
+    const Lookups& l = source.lookups;
+    visit_blocks(dim, [&](auto size, int64_t column, Mask mask) {
+        using S = decltype(size);
+        for (int64_t bag = 0; bag < l.num_bags; ++bag) {
+            Span<S> grad = load_span<S>(source.grad + bag * source.grad_stride + column, mask);
+            if (!source.plain && !l.weights) {
+                scale_span(grad, factor_of(source, 0, bag));
+                scale_span(grad, source.scale);
+            }
+            store_span(out + bag * dim + column, grad, mask);
+        }
+    });
+}
+
 static void expand(const UpdateArgs& a, int64_t* ids, float* out) {
     for (int64_t s = 0; s < a.num_sources; ++s) {
         const Source& source = a.sources[s];
@@ -523,6 +563,9 @@ static void expand(const UpdateArgs& a, int64_t* ids, float* out) {
 }
 
 const Kernels* kernels() {
-    static const Kernels table = {narrow_ids, forward, weight_grad, build_chains, apply_chains, apply_lookups, sum_chains, expand, find_slots};
+    static const Kernels table = {narrow_ids, forward, weight_grad, build_chains, pack_grads, apply_chains, apply_lookups,
+                                  sum_chains, expand, find_slots};
     return &table;
 }
+
+#undef SL_INLINE

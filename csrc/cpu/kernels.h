@@ -81,6 +81,8 @@ struct Kernels {
     void (*weight_grad)(const ForwardArgs& args, const float* grad, int64_t grad_stride, float* out);
     /// Links the lookups of every row in ascending order and lists the rows, those used last first. Returns their number.
     int64_t (*build_chains)(const UpdateArgs& args);
+    /// Gradient rows of a source side by side, in `out` (B, D): scaled, where no per-sample weight comes first.
+    void (*pack_grads)(const Source& source, int64_t dim, float* out);
     void (*apply_chains)(const UpdateArgs& args, int64_t num_rows);
     void (*apply_lookups)(const UpdateArgs& args);
     /// out[i] = summed gradient of rows[i]. Cleans `heads` behind it.

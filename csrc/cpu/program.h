@@ -48,7 +48,8 @@ class Heads {
 
 /// What one worker needs for one table at a time.
 struct Workspace {
-    Buffer nodes, rows, scratch, slots, gathered;
+    Buffer nodes, rows, scratch, slots, gathered, packed;
+    std::vector<Source> sources;      // of the table at hand, those packed pointing to `packed`
 };
 
 /// Bags of one feature, or with feature = -1 all features of a table whose rows are deduplicated.

@@ -12,6 +12,7 @@ constexpr int64_t kParallelCost = 1 << 16;
 constexpr int64_t kMaxLookups = INT32_MAX - 1;   // a chain's links are 1 + a position
 constexpr int32_t kMaxParts = 64;
 constexpr double kBalanced = 1.1;                // busiest thread over the mean, from which splitting stops
+constexpr int64_t kMaxPackedFloats = 1 << 18;    // 1 MiB
 constexpr int64_t kLinkCost = 16;                // of scanning a lookup that may be another part's, in floats moved
 
 /// Appends the sources of a table: its features' gradients, segment by segment. Throws std::length_error.
@@ -88,11 +89,41 @@ UpdateArgs arguments(const sl_program& program, int64_t table, const SourceRange
     return args;
 }
 
+/// Whether to copy the gradient rows of a source side by side first. In one matrix for all features they lie a page or more apart:
+/// bags of several ids read each of them several times, which pays for the copy while it fits the cache.
+bool is_packed(const Source& source, int64_t dim) {
+    const Lookups& lookups = source.lookups;
+    return source.grad_stride != dim && lookups.count >= 2 * lookups.num_bags && lookups.num_bags * dim <= kMaxPackedFloats;
+}
+
 /// Sizes for one table; a row is written past the last one before it is counted.
-void reserve(Workspace& workspace, const sl_table& table, int64_t lookups) {
-    workspace.nodes.of<Node>(static_cast<size_t>(lookups));
-    workspace.rows.of<int32_t>(static_cast<size_t>(std::min(lookups, table.rows)) + 1);
+void reserve(Workspace& workspace, const sl_program& program, int64_t t, const SourceRange& range) {
+    const sl_table& table = program.tables[static_cast<size_t>(t)];
+    int64_t packed = 0;
+    for (int64_t s = range.begin; s < range.end; ++s) {
+        const Source& source = program.sources[static_cast<size_t>(s)];
+        if (is_packed(source, table.dim)) packed += source.lookups.num_bags * table.dim;
+    }
+    workspace.nodes.of<Node>(static_cast<size_t>(range.lookups));
+    workspace.rows.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
     workspace.scratch.of<float>(static_cast<size_t>(table.dim));
+    workspace.packed.of<float>(static_cast<size_t>(packed));
+    workspace.sources.reserve(static_cast<size_t>(range.end - range.begin));
+}
+
+/// Packs what is worth it and lets `args` read it.
+void pack(UpdateArgs& args, const Kernels& kernels, Workspace& workspace) {
+    workspace.sources.assign(args.sources, args.sources + args.num_sources);
+    float* packed = workspace.packed.of<float>(0);
+    for (Source& source : workspace.sources) {
+        if (!is_packed(source, args.dim)) continue;
+        kernels.pack_grads(source, args.dim, packed);
+        source.grad = packed;
+        source.grad_stride = args.dim;
+        source.plain = !source.lookups.weights;
+        packed += source.lookups.num_bags * args.dim;
+    }
+    args.sources = workspace.sources.data();
 }
 
 void use(UpdateArgs& args, sl_program& program, int64_t table, Workspace& workspace) {
@@ -119,6 +150,7 @@ void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float
         return;
     }
     use(args, program, task.table, workspace);
+    pack(args, *program.kernels, workspace);
     program.kernels->apply_chains(args, program.kernels->build_chains(args));
 }
 
@@ -127,7 +159,7 @@ UpdateArgs chain(sl_program& program, int64_t table, const sl_segment* segments,
     program.sources.clear();
     const SourceRange range = gather_sources(program, table, segments, num_segments);
     program.reserve_workers(1);
-    reserve(program.workspace(0), program.tables[static_cast<size_t>(table)], range.lookups);
+    reserve(program.workspace(0), program, table, range);
     UpdateArgs args = arguments(program, table, range);
     use(args, program, table, program.workspace(0));
     return args;
@@ -156,7 +188,7 @@ extern "C" sl_status sl_update(sl_program* program, float* const* tables, float*
             const auto t = static_cast<size_t>(task.table);
             if (program->tables[t].coalesce == SL_COALESCE_NONE) continue;
             program->heads[t].of(program->tables[t].rows);
-            for (Workspace& workspace : program->workspaces) reserve(workspace, program->tables[t], program->source_ranges[t].lookups);
+            for (Workspace& workspace : program->workspaces) reserve(workspace, *program, task.table, program->source_ranges[t]);
         }
         run_tasks(threads, static_cast<int64_t>(program->update_tasks.size()), [&](int64_t i, int worker) {
             const UpdateTask& task = program->update_tasks[static_cast<size_t>(i)];
