@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .fallback import LookupOptions
-from .routes import Route, RoutedModule, check, plan_route, unreadable
+from .routes import Route, RoutedModule, check, unreadable
 
 EXACT_DTYPES = (torch.float32, torch.float64)
 
@@ -70,12 +70,11 @@ class EmbeddingBag(RoutedModule, nn.EmbeddingBag):
     def _route(self, weight: Tensor, include_last_offset: bool, weighted: bool) -> Route:
         key = (weight.shape, weight.dtype, weight.device, weight.is_contiguous(), self.mode, self.sparse, self.padding_idx,
                include_last_offset, self.max_norm, self.norm_type, self.scale_grad_by_freq, weighted)
-        route = self._routes.get(key)
-        if route is None:
-            options = LookupOptions(self.mode, self.sparse, self.padding_idx, include_last_offset, self.max_norm, self.norm_type,
-                                    self.scale_grad_by_freq)
-            route = self._routes[key] = plan_route((weight,), ("weight",), options, weighted)
-        return route
+        if route := self._routes.get(key):
+            return route
+        options = LookupOptions(self.mode, self.sparse, self.padding_idx, include_last_offset, self.max_norm, self.norm_type,
+                                self.scale_grad_by_freq)
+        return self._plan(key, (weight,), ("weight",), options, weighted)
 
 
 class Embedding(RoutedModule, nn.Embedding):
@@ -131,11 +130,10 @@ class Embedding(RoutedModule, nn.Embedding):
     def _route(self, weight: Tensor) -> Route:
         key = (weight.shape, weight.dtype, weight.device, weight.is_contiguous(), self.sparse, self.padding_idx, self.max_norm,
                self.norm_type, self.scale_grad_by_freq)
-        route = self._routes.get(key)
-        if route is None:
-            options = LookupOptions("none", self.sparse, self.padding_idx, False, self.max_norm, self.norm_type, self.scale_grad_by_freq)
-            route = self._routes[key] = plan_route((weight,), ("weight",), options, False)
-        return route
+        if route := self._routes.get(key):
+            return route
+        options = LookupOptions("none", self.sparse, self.padding_idx, False, self.max_norm, self.norm_type, self.scale_grad_by_freq)
+        return self._plan(key, (weight,), ("weight",), options, False)
 
 
 @torch._disable_dynamo

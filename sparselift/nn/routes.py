@@ -24,6 +24,9 @@ logger = logging.getLogger("sparselift.nn")
 
 FUSED = "fused bag"
 
+# A program keeps workspaces as long as its table; a table that grows step by step is not to leave one behind a step.
+MAX_ROUTES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -52,7 +55,10 @@ def plan_route(weights: Sequence[Tensor], names: Sequence[str], options: LookupO
             return Route(_compile(weights, names, options, weighted), options)
         except (KernelError, ValueError) as error:
             reason = str(error)
-    return Route(_compile(weights, names, options, False, "reference"), options, reason)
+    try:
+        return Route(_compile(weights, names, options, False, "reference"), options, reason)
+    except ValueError:
+        return Route(None, options, reason)    # more rows than any backend takes, or a padding_idx that torch refuses, too
 
 
 def _unfused(weights: Sequence[Tensor], names: Sequence[str], options: LookupOptions) -> str:
@@ -113,6 +119,14 @@ class RoutedModule(nn.Module):
         # Straight into __dict__: nn.Module's own __setattr__ costs more than looking up a few ids.
         return self.__dict__.setdefault("_compiled_routes", {})
 
+    def _plan(self, key: Any, weights: Sequence[Tensor], names: Sequence[str], options: LookupOptions, weighted: bool) -> Route:
+        """The route of lookups with this key, which nothing was planned for yet."""
+        routes = self._routes
+        if len(routes) >= MAX_ROUTES:
+            routes.clear()
+        route = routes[key] = plan_route(weights, names, options, weighted)
+        return route
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state.pop("_compiled_routes", None)
@@ -124,7 +138,7 @@ class RoutedModule(nn.Module):
         if path != self.last_path:
             self.__dict__["last_path"] = path
             if reason:
-                logger.info("%s(%s) runs in %s", type(self).__name__, self.extra_repr(), path)
+                logger.info("%s runs in %s", type(self).__name__, path)
 
     def _run(self, route: Route, weights: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
              sample_weights: Tensor | None, shape: Sequence[int] | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from sparselift.ir import Table
 
 from .fallback import LookupOptions
-from .routes import Route, RoutedModule, plan_route, unreadable
+from .routes import Route, RoutedModule, unreadable
 
 MODES = ("sum", "mean")
 
@@ -95,10 +95,7 @@ class TableBatchedEmbeddingBags(RoutedModule):
 
     def _route(self, weights: Sequence[Tensor], weighted: bool) -> Route:
         key = (self.mode, self.sparse, weighted, *((w.shape, w.dtype, w.device, w.is_contiguous()) for w in weights))
-        route = self._routes.get(key)
-        if route is None:
-            route = self._routes[key] = plan_route(weights, self.names, LookupOptions(self.mode, self.sparse), weighted)
-        return route
+        return self._routes.get(key) or self._plan(key, weights, self.names, LookupOptions(self.mode, self.sparse), weighted)
 
 
 def _split(indices: Tensor, offsets: Tensor, names: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from sparselift import ops
+from sparselift.kernels import checks
 from sparselift.nn import Embedding, EmbeddingBag, embedding
 from tests.unit.lookup_loops import dense_grad, filled, flat, offsets, pool, use_backend
 
@@ -323,6 +324,16 @@ def test_meta_modules_run_in_torch() -> None:
     assert Embedding(ROWS, DIM, device="meta")(IDS.to("meta")).shape == (len(IDS), DIM)
 
 
+def test_tables_that_no_backend_takes_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pair(EmbeddingBag, ROWS, DIM, mode="sum")
+    monkeypatch.setattr(checks, "MAX_ROWS", ROWS - 1)
+    run_both(ours, theirs, IDS, STARTS)
+    assert ours.last_path == f"torch: table 'weight': rows must be in 1..{ROWS - 1}; got {ROWS}"
+    ours.padding_idx = ROWS
+    with pytest.raises(RuntimeError, match="padding_idx"):
+        ours(IDS, STARTS)
+
+
 def test_complex_rows_run_in_torch() -> None:
     module = Embedding(ROWS, DIM, dtype=torch.complex64).requires_grad_(False)
     assert torch.equal(module(IDS), module.weight[IDS])
@@ -429,6 +440,15 @@ def test_options_that_change_after_a_call_count() -> None:
     check("torch: weight is torch.float64")
     module.float()
     check()
+
+
+def test_a_table_that_grows_leaves_no_programs_behind() -> None:
+    module, counts = EmbeddingBag(1, DIM, mode="sum"), []
+    for rows in range(1, 30):
+        module.weight = nn.Parameter(torch.ones(rows, DIM))
+        assert module(torch.tensor([rows - 1]), torch.tensor([0])).sum() == DIM
+        counts.append(len(module._compiled_routes))
+    assert max(counts) < 10
 
 
 @pytest.mark.parametrize("kind", [EmbeddingBag, Embedding])
@@ -615,7 +635,9 @@ def test_functional_call_replaces_the_weight() -> None:
     assert module.last_path == "fused bag"
 
 
-def test_forward_mode_derivatives_of_rows() -> None:
+@pytest.mark.parametrize("elements", [0, embedding.FUSED_ELEMENTS])
+def test_forward_mode_derivatives_of_rows(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "FUSED_ELEMENTS", elements)
     module, tangent = Embedding(ROWS, DIM), integers(ROWS, DIM, seed=3)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(module.weight.detach(), tangent)
@@ -632,6 +654,13 @@ def test_traces_hold_torchs_operations_and_replay_on_other_ids(options: dict[str
     assert any("embedding_bag" in str(node.target) for node in traced.graph.nodes)
     assert torch.equal(traced(IDS.flip(0), STARTS), module(IDS.flip(0), STARTS))
     assert torch.equal(torch.fx.symbolic_trace(module)(IDS, STARTS), module(IDS, STARTS))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "error::torch.jit.TracerWarning")
+def test_jit_traces_hold_torchs_operations() -> None:
+    module = EmbeddingBag(ROWS, DIM, mode="sum")
+    traced = torch.jit.trace(module, (IDS, STARTS))
+    assert torch.equal(traced(IDS.flip(0), STARTS), module(IDS.flip(0), STARTS))
 
 
 def test_a_watched_batch_is_checked_all_the_same() -> None:
@@ -663,7 +692,7 @@ def test_compiled_models_compute_the_same(kind: type) -> None:
             return self.dense(self.table(ids) * 2).sum()
 
     model = Model()
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=kind is Embedding)
     for ids in (IDS[:8].reshape(4, 2), IDS[:6].reshape(2, 3)):
         losses = [each(ids) for each in (model, compiled)]
         for loss in losses:
