@@ -1,7 +1,6 @@
 # cython: language_level=3
 """Output buffers that are reused when nobody holds them, and huge pages under existing tensors, in C."""
 
-from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF
 from libc.stdint cimport int32_t, int64_t, uintptr_t

@@ -18,7 +18,7 @@ SMAPS = Path("/proc/self/smaps")
 def extension() -> ModuleType:
     """The compiled part. Raises KernelError where it is not built."""
     try:
-        from . import _memory
+        from . import _memory  # type: ignore[attr-defined]
     except ImportError as error:
         raise KernelError(f"the compiled extension sparselift._memory is missing ({error}); "
                           "build it with: pip install -e . --no-build-isolation") from error

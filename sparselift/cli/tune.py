@@ -51,7 +51,8 @@ def summary(plan: Plan, out: Path, status: str) -> str:
 def _machine() -> str:
     """The hardware in a line."""
     here = hardware()
-    isa = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("asimd", "NEON")) if flag in here.isa), here.architecture)
+    known = (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("asimd", "NEON"))
+    isa = next((name for flag, name in known if flag in here.isa), here.architecture)
     return (f"{here.cpu}, {isa}, {here.cores} cores, {here.memory_bytes / 2**30:.0f} GiB; torch {here.torch_version}, "
             f"{here.torch_threads} thread{'s' * (here.torch_threads != 1)}")
 

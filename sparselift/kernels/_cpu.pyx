@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""Python objects to pointers and back. What fits the C ABI goes straight through; everything else is explained, or made to fit, by `checks`."""
+"""Python objects to pointers and back. What fits the C ABI goes straight through; `checks` explains everything else, or makes it fit."""
 
 from cpython.long cimport PyLong_AsLongLong, PyLong_Check
 from cpython.object cimport PyObject_TypeCheck, PyTypeObject
@@ -536,6 +536,7 @@ cdef class Program:
             ids, values = torch.empty(count, dtype=torch.int64), torch.empty(count, self.table_specs[table].dim)
             rows, grads = <int64_t*><uintptr_t>ids.data_ptr(), <float*><uintptr_t>values.data_ptr()
             with nogil:
-                status = (sl_coalesced_grad if coalesced else sl_expanded_grad)(self.handle, table, self.segments, num_segments, rows, grads)
+                status = (sl_coalesced_grad if coalesced else sl_expanded_grad)(self.handle, table, self.segments, num_segments,
+                                                                                rows, grads)
             check(status)
             return ids, values

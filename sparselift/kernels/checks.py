@@ -131,8 +131,7 @@ def split_columns(what: str, program: BagProgram, batch: IndexBatch, shared: Ten
 
 def feature_outputs(program: BagProgram, batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """The (B, D) output of every feature. Raises unless float32 with last stride 1."""
-    shared = isinstance(out, Tensor)
-    outputs = split_columns("the output", program, batch, out) if shared else list(out)
+    outputs = split_columns("the output", program, batch, out) if isinstance(out, Tensor) else list(out)
     check_count("outputs", "feature", len(outputs), len(program.features))
     for position, (spec, output) in enumerate(zip(program.features, outputs)):
         check_rows(f"output of feature {spec.name!r}", output, (batch.num_bags[position], program.tables[spec.table].dim))
@@ -143,9 +142,9 @@ def feature_outputs(program: BagProgram, batch: IndexBatch, out: Tensor | Sequen
 
 def feature_grads(program: BagProgram, segment: Segment) -> list[Tensor | None]:
     """The (B, D) gradient that arrived at every feature's output."""
-    shared = isinstance(segment.grad, Tensor)
-    grads: list[Tensor | None] = (list(split_columns("the gradient", program, segment.batch, segment.grad)) if shared
-                                  else list(segment.grad))
+    given = segment.grad
+    grads: list[Tensor | None] = (list(split_columns("the gradient", program, segment.batch, given)) if isinstance(given, Tensor)
+                                  else list(given))
     check_count("gradients", "feature", len(grads), len(program.features))
     if segment.scales is not None:
         check_count("scales", "table", len(segment.scales), len(program.tables))

@@ -181,8 +181,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     cut.write_bytes(packed[:len(packed) // 2])
     damaged.write_bytes(packed[:300] + bytes(200) + packed[500:])
     endless.write_bytes(b"a" * (6 << 20))
-    for path, message in ((empty, "empty"), (cut, "the compressed stream ends early; the file was cut"), (damaged, "damaged"), (tmp_path, "is a directory"),
-                          (tmp_path / "absent", "cannot be read: No such file"), (endless, "line 1: a line must be at most")):
+    for path, message in ((empty, "empty"), (cut, "the compressed stream ends early; the file was cut"), (damaged, "damaged"),
+                          (tmp_path, "is a directory"), (tmp_path / "absent", "cannot be read: No such file"),
+                          (endless, "line 1: a line must be at most")):
         with pytest.raises(DataError, match=message) as error:
             read_criteo(path)
         assert str(path) in str(error.value)
