@@ -30,6 +30,7 @@ def check(module: EmbeddingBag, bags: list, **options: object) -> None:
     out.sum().backward()
     np.testing.assert_allclose(out.detach().double().numpy(), want.out, rtol=1e-6)
     np.testing.assert_allclose(dense_grad(module.weight), want.weight_grad, rtol=1e-6)
+    assert module.weight.grad.is_sparse == module.sparse
 
 
 @pytest.mark.parametrize("mode, sparse", KINDS)

@@ -285,6 +285,7 @@ def test_rows_scaled_by_frequency(dtype: torch.dtype, sparse: bool, padding_idx:
     out.sum().backward()
     assert torch.equal(out, module.weight[IDS])                  # the padding row is handed out like any other
     np.testing.assert_allclose(dense_grad(module.weight), want.weight_grad, rtol=1e-6)
+    assert module.weight.grad.is_sparse == sparse
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
