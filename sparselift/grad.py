@@ -105,7 +105,7 @@ class GradState:
     def _coalesced(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> tuple[Tensor, Tensor]:
         """(U,) int64 rows, ascending, and (U, D) sums."""
         if not arrived:
-            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.shape[1])
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.shape[1], dtype=torch.float32)
         program = arrived[0].program
         if all(a.program is program for a in arrived):
             return program.coalesced_grad(arrived[0].place[self.table], self._segments(arrived, scales))
@@ -120,7 +120,7 @@ class GradState:
             rows, values = parts[0]
         else:
             rows = torch.cat([torch.zeros(0, dtype=torch.int64), *(rows for rows, _ in parts)])
-            values = torch.cat([torch.zeros(0, self.shape[1]), *(values for _, values in parts)])
+            values = torch.cat([torch.zeros(0, self.shape[1], dtype=torch.float32), *(values for _, values in parts)])
         return torch.sparse_coo_tensor(rows[None], values, self.shape, check_invariants=False)
 
     def _native(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
@@ -128,7 +128,7 @@ class GradState:
         if self.sparse:
             return self._expanded(arrived, scales)
         rows, values = self._coalesced(arrived, scales)
-        dense = torch.zeros(self.shape)
+        dense = torch.zeros(self.shape, dtype=torch.float32)
         dense[rows] = values
         return dense
 

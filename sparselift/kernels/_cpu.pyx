@@ -403,7 +403,7 @@ cdef class Program:
                 grad = grad.detach().resolve_neg().contiguous()
                 if not self._read_part(batch, feature, grad, &part):
                     refuse(f"gradient of feature {spec.name!r}")
-            result = torch.empty(batch.num_lookups[feature])
+            result = torch.empty(batch.num_lookups[feature], dtype=torch.float32)
             out = <float*><uintptr_t>result.data_ptr()
             with nogil:
                 status = sl_weight_grad(self.handle, self.weights[self.feature_specs[feature].table], batch.handle, feature, part, out)
@@ -533,7 +533,7 @@ cdef class Program:
             with nogil:
                 status = (sl_count_rows if coalesced else sl_count_lookups)(self.handle, table, self.segments, num_segments, &count)
             check(status)
-            ids, values = torch.empty(count, dtype=torch.int64), torch.empty(count, self.table_specs[table].dim)
+            ids, values = torch.empty(count, dtype=torch.int64), torch.empty(count, self.table_specs[table].dim, dtype=torch.float32)
             rows, grads = <int64_t*><uintptr_t>ids.data_ptr(), <float*><uintptr_t>values.data_ptr()
             with nogil:
                 status = (sl_coalesced_grad if coalesced else sl_expanded_grad)(self.handle, table, self.segments, num_segments,

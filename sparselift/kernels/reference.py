@@ -139,7 +139,7 @@ class ReferenceProgram(BagProgram):
         return _coalesce(*self.expanded_grad(table, segments))
 
     def expanded_grad(self, table: int, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-        ids, grads = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, self.tables[table].dim)]
+        ids, grads = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, self.tables[table].dim, dtype=torch.float32)]
         for segment in segments:
             lookups = self._lookups(segment.batch)
             for spec, look, grad in zip(self.features, lookups, feature_grads(self, segment)):
@@ -193,8 +193,8 @@ def _bag_bounds(spec: FeatureSpec, count: int, offsets: Tensor | int) -> Tensor:
 
 def _counts(spec: FeatureSpec, look: _Lookups) -> Tensor:
     """(B,) float32 ids that count in each bag, at least 1."""
-    kept = torch.ones(len(look.ids)) if spec.padding_idx is None else (look.ids != spec.padding_idx).float()
-    return torch.zeros(len(look.offsets) - 1).index_add_(0, look.bags, kept).clamp_(min=1)
+    kept = torch.ones(len(look.ids), dtype=torch.float32) if spec.padding_idx is None else (look.ids != spec.padding_idx).float()
+    return torch.zeros(len(look.offsets) - 1, dtype=torch.float32).index_add_(0, look.bags, kept).clamp_(min=1)
 
 
 def _pool(spec: FeatureSpec, table: Tensor, look: _Lookups) -> Tensor:
@@ -202,7 +202,7 @@ def _pool(spec: FeatureSpec, table: Tensor, look: _Lookups) -> Tensor:
     if spec.pooling == "none":
         return table[look.ids]
     starts, lengths = look.offsets[:-1], look.offsets.diff()
-    pooled = torch.zeros(len(starts), table.shape[1])
+    pooled = torch.zeros(len(starts), table.shape[1], dtype=torch.float32)
     for step in range(int(lengths.max()) if len(lengths) else 0):
         bags = (lengths > step).nonzero()[:, 0]
         lookups = starts[bags] + step
@@ -243,7 +243,7 @@ def _rounds(ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _coalesce(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.unique(ids)
-    sums = torch.zeros(len(rows), grads.shape[1])
+    sums = torch.zeros(len(rows), grads.shape[1], dtype=torch.float32)
     for lookups, positions in _rounds(ids):
         sums[positions] += grads[lookups]
     return rows, sums

@@ -50,7 +50,7 @@ class LookupGroup:
         self._program: BagProgram | None = None
         self._fetch: Fetch | None = None
         self.ring = OutputRing()
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

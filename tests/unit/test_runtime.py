@@ -485,3 +485,23 @@ def test_threads_that_train_one_model_take_turns() -> None:
             lifted = list(pool.map(lambda seed: pair.lifted(*batch(seed, bags=200)), range(8)))
             assert all(torch.equal(a, b) for a, b in zip(native, lifted))
     assert all(torch.equal(before[k], v) for k, v in pair.lifted.state_dict().items())
+
+
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_another_default_dtype_changes_nothing(backend: str, optimizer: str) -> None:
+    pair = Pair(optimizer, backend, weighted=True)
+    seen = []
+    torch.set_default_dtype(torch.float64)
+    try:
+        for model, opt in ((pair.native, pair.native_opt), (pair.lifted, pair.lifted_opt)):
+            dense, offsets, indices = batch(0)
+            weights = [torch.ones(len(i), dtype=torch.float32, requires_grad=True) for i in indices]
+            model(dense.float(), offsets, indices, weights).pow(2).mean().backward()
+            opt.step()
+            seen.append([w.grad for w in weights] + [e.weight.grad.to_dense() for e in model.emb])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(*seen):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b)
+    pair.check()
