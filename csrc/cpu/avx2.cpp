@@ -18,6 +18,8 @@ inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline Vec load_part(const float* p, Mask mask) { return _mm256_maskload_ps(p, mask); }
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 inline void store_part(float* p, Mask mask, Vec x) { _mm256_maskstore_ps(p, mask, x); }
+inline void stream(float* p, Vec x) { _mm256_stream_ps(p, x); }
+inline void fence() { _mm_sfence(); }
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kParallelCost = 1 << 16;       // floats gathered; below, a region costs more than it saves
 constexpr int kTasksPerThread = 8;
+constexpr int64_t kStreamBytes = 1 << 20;        // outputs of that size have left L2 before anyone reads them
 
 int64_t cost_of(const Lookups& lookups, int64_t dim) { return lookups.count * (dim + 16) + lookups.num_bags * (dim + 16); }
 
@@ -40,8 +41,17 @@ void plan(sl_program& program, const sl_batch& batch, int threads) {
         std::stable_sort(tasks.begin(), tasks.end(), [](const ForwardTask& a, const ForwardTask& b) { return a.cost > b.cost; });
 }
 
-ForwardArgs arguments(const sl_table& table, const float* weights, const Lookups& lookups, const sl_matrix& output) {
-    return {weights, table.dim, lookups, output.data, output.row_stride, 0, lookups.num_bags, table.prefetch};
+ForwardArgs arguments(const sl_table& table, const float* weights, const Lookups& lookups, const sl_matrix& output, bool stream) {
+    const bool whole_lines = (reinterpret_cast<uintptr_t>(output.data) | static_cast<uintptr_t>(output.row_stride * 4) |
+                              static_cast<uintptr_t>(table.dim * 4)) % 64 == 0;
+    return {weights, table.dim, lookups, output.data, output.row_stride, 0, lookups.num_bags, table.prefetch, stream && whole_lines};
+}
+
+int64_t output_bytes(const sl_program& program, const sl_batch& batch) {
+    int64_t bytes = 0;
+    for (size_t f = 0; f < program.features.size(); ++f)
+        bytes += batch.lookups[f].num_bags * program.tables[static_cast<size_t>(program.features[f].table)].dim * 4;
+    return bytes;
 }
 
 struct DedupSize {
@@ -65,7 +75,7 @@ DedupSize dedup_size(const sl_program& program, const sl_batch& batch) {
 
 /// Gathers the distinct rows of a table, then pools from the compact copy. Heads are clean again afterwards.
 void forward_deduplicated(sl_program& program, int32_t t, const float* weights, const sl_batch& batch, const sl_matrix* outputs,
-                          Workspace& workspace) {
+                          bool stream, Workspace& workspace) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
     const auto& features = program.table_features[static_cast<size_t>(t)];
     UpdateArgs slots{};
@@ -84,7 +94,7 @@ void forward_deduplicated(sl_program& program, int32_t t, const float* weights, 
     distinct.length = 1;
     distinct.padding = -1;
     distinct.pooling = SL_NONE;
-    program.kernels->forward(arguments(table, weights, distinct, {gathered, table.dim}));
+    program.kernels->forward(arguments(table, weights, distinct, {gathered, table.dim}, false));
     first = 0;
     for (int32_t f : features) {
         Lookups lookups = batch.lookups[f];
@@ -94,7 +104,7 @@ void forward_deduplicated(sl_program& program, int32_t t, const float* weights, 
             const int32_t head = slots.heads[lookups.padding];
             lookups.padding = head ? head - 1 : INT32_MAX;      // INT32_MAX: no id of the batch
         }
-        program.kernels->forward(arguments(table, gathered, lookups, outputs[f]));
+        program.kernels->forward(arguments(table, gathered, lookups, outputs[f], stream));
     }
     for (int64_t i = 0; i < num_rows; ++i) slots.heads[slots.rows[i]] = 0;
 }
@@ -126,14 +136,15 @@ extern "C" sl_status sl_forward(sl_program* program, const float* const* tables,
             for (const ForwardTask& task : program->forward_tasks)
                 if (task.feature < 0) program->heads[static_cast<size_t>(task.table)].of(program->tables[static_cast<size_t>(task.table)].rows);
         }
+        const bool stream = output_bytes(*program, *batch) >= kStreamBytes;
         run_tasks(threads, static_cast<int64_t>(program->forward_tasks.size()), [&](int64_t i, int worker) {
             const ForwardTask& task = program->forward_tasks[static_cast<size_t>(i)];
             const sl_table& table = program->tables[static_cast<size_t>(task.table)];
             if (task.feature < 0) {
-                forward_deduplicated(*program, task.table, tables[task.table], *batch, outputs, program->workspace(worker));
+                forward_deduplicated(*program, task.table, tables[task.table], *batch, outputs, stream, program->workspace(worker));
                 return;
             }
-            ForwardArgs args = arguments(table, tables[task.table], batch->lookups[task.feature], outputs[task.feature]);
+            ForwardArgs args = arguments(table, tables[task.table], batch->lookups[task.feature], outputs[task.feature], stream);
             args.first_bag = task.first_bag;
             args.last_bag = task.last_bag;
             program->kernels->forward(args);
@@ -146,7 +157,7 @@ extern "C" sl_status sl_weight_grad(sl_program* program, const float* table, con
                                     float* out) {
     return guarded([&]() -> sl_status {
         const sl_table& spec = program->tables[static_cast<size_t>(program->features[static_cast<size_t>(feature)].table)];
-        const ForwardArgs args = arguments(spec, table, batch->lookups[feature], {nullptr, 0});
+        const ForwardArgs args = arguments(spec, table, batch->lookups[feature], {nullptr, 0}, false);
         program->kernels->weight_grad(args, grad.data, grad.row_stride, out);
         return SL_OK;
     });

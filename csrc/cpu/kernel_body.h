@@ -3,7 +3,7 @@
 // Included by avx512.cpp, avx2.cpp and portable.cpp inside a namespace of their own, after they define
 //   Vec, Mask, kWidth            a vector of kWidth floats; which of its lanes a partial access touches
 //   kMaxVectors                  accumulators that fit the registers: 8 or 16
-//   zero splat load load_part store store_part add mul div fma sqrt sum mask_for
+//   zero splat load load_part store store_part stream fence add mul div fma sqrt sum mask_for
 // Every function has internal linkage or lives in that namespace, and nothing of std is used: the linker may not mix builds.
 //
 // Mapping. A row of D floats is covered by blocks of whole vectors, the last one partial where D is no multiple of kWidth. Up to
@@ -86,6 +86,13 @@ SL_INLINE void store_span(float* row, const Span<S>& span, Mask mask) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kFull; ++i) store(row + i * kWidth, span.v[i]);
     if (S::kHasTail) store_part(row + S::kFull * kWidth, mask, span.v[S::kVectors - 1]);
+}
+
+/// Past the caches, and without reading the lines first.
+template <typename S>
+SL_INLINE void stream_span(float* row, const Span<S>& span) {
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kFull; ++i) stream(row + i * kWidth, span.v[i]);
 }
 
 template <typename S>
@@ -205,7 +212,9 @@ static void forward_block(const ForwardArgs& args, int64_t column, Mask mask) {
 #pragma GCC unroll 16
             for (int i = 0; i < S::kVectors; ++i) sum.v[i] = div(sum.v[i], count);
         }
-        store_span(a.out + bag * a.out_stride + column, sum, mask);
+        float* out = a.out + bag * a.out_stride + column;
+        if (a.stream) stream_span(out, sum);
+        else store_span(out, sum, mask);
     }
 }
 
@@ -219,6 +228,7 @@ static void forward(const ForwardArgs& a) {
         else if (l.padding < 0) forward_block<S, Bag::kPlain>(a, column, mask);
         else forward_block<S, Bag::kPadded>(a, column, mask);
     });
+    if (a.stream) fence();
 }
 
 static float dot(const float* a, const float* b, int64_t dim) {
@@ -345,7 +355,8 @@ SL_INLINE Span<S> sum_chain(const UpdateArgs& a, int32_t link, int64_t column, M
 
 constexpr int kGroup = 16;      // rows whose gradients are summed together
 
-/// Brings the weights and the state of a group of rows that come `prefetch` rows after row u, and the heads of the group after that.
+/// Brings the weights and the state of a group of rows that come `prefetch` rows after row u, the heads of the group after that, and
+/// the first gradients of the group that starts with u where they are not packed.
 template <typename S>
 SL_INLINE void prefetch_group(const UpdateArgs& a, int64_t u) {
     if (!a.prefetch) return;
@@ -357,6 +368,11 @@ SL_INLINE void prefetch_group(const UpdateArgs& a, int64_t u) {
         else if (a.kind == SL_ADAGRAD) prefetch_row<S>(a.state + row * a.dim);
     }
     for (int64_t i = ahead - kGroup; i > ahead - 2 * kGroup && i >= 0; --i) prefetch_line(a.heads + a.rows[i]);
+    if (a.num_sources > 1 || a.sources->grad_stride == a.dim) return;
+    for (int64_t i = u; i > u - kGroup && i >= 0; --i) {
+        const int32_t k = a.heads[a.rows[i]] - 1;
+        prefetch_row<S>(a.sources->grad + a.nodes[k].bag * a.sources->grad_stride);
+    }
 }
 
 template <typename S>
@@ -495,6 +511,7 @@ static void apply_lookups_block(const UpdateArgs& args, const Source& from, int6
     for (int64_t bag = 0; bag < l.num_bags; ++bag) {
         const Bounds bounds = bounds_of(l, bag);
         const float* arrived = source.grad + bag * source.grad_stride + column;
+        if (ahead && bag + ahead < l.num_bags) prefetch_row<S>(arrived + ahead * source.grad_stride);
         Span<S> grad = load_span<S>(arrived, mask);
         if (!source.plain && !l.weights) {
             scale_span(grad, factor_of(source, 0, bag));
@@ -530,7 +547,9 @@ static void pack_grads(const Source& source, int64_t dim, float* out) {
     visit_blocks(dim, [&](auto size, int64_t column, Mask mask) {
         using S = decltype(size);
         for (int64_t bag = 0; bag < l.num_bags; ++bag) {
-            Span<S> grad = load_span<S>(source.grad + bag * source.grad_stride + column, mask);
+            const float* arrived = source.grad + bag * source.grad_stride + column;
+            if (bag + kGroup < l.num_bags) prefetch_row<S>(arrived + kGroup * source.grad_stride);
+            Span<S> grad = load_span<S>(arrived, mask);
             if (!source.plain && !l.weights) {
                 scale_span(grad, factor_of(source, 0, bag));
                 scale_span(grad, source.scale);

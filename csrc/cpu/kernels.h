@@ -32,6 +32,7 @@ struct ForwardArgs {
     int64_t first_bag;
     int64_t last_bag;
     int32_t prefetch;
+    int32_t stream;           // whole cache lines of `out`, past the caches
 };
 
 /// One lookup in the chain of its row. `next` is 1 + the position of the row's next lookup, 0 at the end.

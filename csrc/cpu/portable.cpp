@@ -24,6 +24,8 @@ inline void store(float* p, Vec x) { *reinterpret_cast<Unaligned*>(p) = x; }
 inline void store_part(float* p, Mask lanes, Vec x) {
     for (int i = 0; i < lanes; ++i) p[i] = x[i];
 }
+inline void stream(float* p, Vec x) { store(p, x); }
+inline void fence() {}
 inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
