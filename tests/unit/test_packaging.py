@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -67,35 +68,43 @@ def test_readme_commands_are_one_line_and_pinned() -> None:
     assert all("-c constraints.txt" in command for command in commands)
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The sdist, and the wheel that was built from it, as `python -m build` makes them; and the sources, without what was built there."""
+
+    source: Path
+    sdist: Path
+    wheel: Path
+
+    def sources(self, folder: str) -> set[str]:
+        return {str(path.relative_to(self.source)) for path in (self.source / folder).rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it, as `python -m build` makes them."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     base = tmp_path_factory.mktemp("build")
     shutil.copytree(ROOT, base / "source", ignore=NOT_SHIPPED)
+    shutil.copytree(base / "source", base / "built")
     environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
-    subprocess.run([sys.executable, "-m", "build", "--outdir", base / "dist", base / "source"], check=True, env=environment,
+    subprocess.run([sys.executable, "-m", "build", "--outdir", base / "dist", base / "built"], check=True, env=environment,
                    cwd=base, stdout=subprocess.DEVNULL)
-    return base / "dist"
-
-
-def sources(folder: str) -> set[str]:
-    return {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return Built(base / "source", next((base / "dist").glob("*.tar.gz")), next((base / "dist").glob("*.whl")))
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+def test_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    python = {name for name in sources("sparselift") if name.endswith(".py")}
-    tuning = {name.replace("tuning/", "sparselift/tuning/", 1) for name in sources("tuning") if name.endswith(".py")}
+    python = {name for name in built.sources("sparselift") if name.endswith((".py", ".pyi"))}
+    tuning = {name.replace("tuning/", "sparselift/tuning/", 1) for name in built.sources("tuning") if name.endswith(".py")}
     compiled = {name for name in names if name.endswith(".so")}
     assert names == python | tuning | compiled | {"sparselift/py.typed"}
-    assert {name.split(".")[0] for name in compiled} == {name[:-4] for name in sources("sparselift") if name.endswith(".pyx")}
+    assert {name.split(".")[0] for name in compiled} == {name[:-4] for name in built.sources("sparselift") if name.endswith(".pyx")}
 
 
 @pytest.mark.slow
-def test_wheel_metadata(built: Path) -> None:
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+def test_wheel_metadata(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
         info = {name.split("/", 1)[1]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
     assert "License-Expression: Apache-2.0" in info["METADATA"]
     assert "Requires-Dist: torch>=2.11\n" in info["METADATA"]
@@ -105,23 +114,23 @@ def test_wheel_metadata(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sdist_holds_what_builds_and_tests_it(built: Path) -> None:
-    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+def test_sdist_holds_what_builds_and_tests_it(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
         names = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
     shipped = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "constraints.txt", "pyproject.toml", "setup.py",
                "tox.ini", ".ci/run"}
     for folder in ("sparselift", "tuning", "csrc", "tests", "docs", "examples", "benchmarks"):
-        shipped |= {name for name in sources(folder) if not re.search(r"\.(pyc|so|o|csv)$|/_\w+\.c$", name)}
+        shipped |= built.sources(folder)
     made = {name for name in names if name.startswith("sparselift.egg-info/")} | {"PKG-INFO", "setup.cfg"}
     assert names - made == shipped
 
 
 @pytest.mark.slow
-def test_installed_wheel_works_outside_the_checkout(built: Path, tmp_path: Path) -> None:
+def test_installed_wheel_works_outside_the_checkout(built: Built, tmp_path: Path) -> None:
     """Installed into a folder of its own, without dependencies (those of this environment serve), and used from elsewhere."""
     target = tmp_path / "site"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", target,
-                    next(built.glob("*.whl"))], check=True)
+                    built.wheel], check=True)
     code = """
 import torch, sparselift as sl
 from sparselift.kernels import get_backend
