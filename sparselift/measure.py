@@ -84,7 +84,8 @@ class Comparison:
 
 def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], *, clock: Callable[[], float] = time.perf_counter,
             min_pairs: int = 6, max_pairs: int = 12, steps_per_block: int | None = None, block_s: float = 0.12, prune_below: float = 0.0,
-            prune_pairs: int = 3, confidence: float = 0.95, precision: float = 0.02, warmups: tuple[int, int] = (3, 3)) -> Comparison:
+            prune_pairs: int = 3, confidence: float = 0.95, precision: float = 0.02, max_s: float = math.inf,
+            warmups: tuple[int, int] = (3, 3)) -> Comparison:
     """Time two candidates against each other.
 
     Parameters
@@ -96,11 +97,12 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
     steps_per_block  None: as many as fill `block_s` seconds of the slower candidate, 64 at most
     prune_below      after `prune_pairs` pairs, stop as soon as none of them reached this speed-up
     precision        after `min_pairs` pairs, stop as soon as the interval's ends are this close to its middle, relative
+    max_s            after `min_pairs` pairs, stop when so many seconds have passed
     warmups          steps of the incumbent and of the candidate before their first block (compilation, page faults, allocators); later
                      one step follows every switch
 
-    Where entering a candidate takes long, up to four blocks in a row share it: A A B B B B A A. Garbage collection is off meanwhile.
-    What a step raises is passed on.
+    Where entering a candidate takes long, up to four blocks in a row share it, and blocks of one step come in twos: A A B B B B A A.
+    Garbage collection is off meanwhile. What a step raises is passed on.
 
     Raises
     ------
@@ -120,7 +122,8 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
             track.pairs(steps, min(visit, max_pairs - len(track.log_ratios)))
             done = len(track.log_ratios)
             pruned = done >= prune_pairs and prune_below > 0 and max(track.log_ratios) < math.log(prune_below)
-            if done >= min_pairs and _half_width(track.log_ratios, confidence) <= math.log1p(precision):
+            narrow = done >= min_pairs and _half_width(track.log_ratios, confidence) <= math.log1p(precision)
+            if narrow or (done >= min_pairs and clock() - start >= max_s):
                 break
         total_s = clock() - start
     low, mid, high, covered = median_interval(track.log_ratios, confidence)
@@ -167,7 +170,8 @@ class _Track:
         entering_s = self.clock() - begin - (self.warmup_s - before_s)
         steps = steps_per_block or max(1, min(_MAX_STEPS, math.ceil(block_s / step_s)))
         blocks_in_a_row = entering_s / (4 * steps * step_s * _ENTERING_SHARE)      # four blocks and both ways make A B B A
-        return steps, max(1, min(_MAX_VISIT, math.ceil(blocks_in_a_row)))
+        fewest = 2 if steps == 1 else 1                                            # else every third step would be a warm-up
+        return steps, max(fewest, min(_MAX_VISIT, math.ceil(blocks_in_a_row)))
 
     def pairs(self, steps: int, count: int) -> None:
         """`count` blocks each, on the same batches. The one that is active begins, so that A B is followed by B A."""

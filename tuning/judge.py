@@ -157,8 +157,13 @@ class Judge:
         champion = self.champion
         if config == champion.config:
             return True            # the default, where native is not allowed
-        if found.speedup.value <= MARGIN * champion.speedup or (champion.config.path == "native" and found.speedup.low <= MARGIN):
+        if found.speedup.value <= MARGIN * champion.speedup:
             return False
+        if champion.config.path == "native":
+            if found.speedup.low <= MARGIN:
+                found = self.measure(champion.config, config, thorough=True)
+            if found.speedup.low <= MARGIN:
+                return False
         return self.measure(champion.config, config).speedup.low > MARGIN
 
     def _recorded(self, config: Config, trials: Sequence[StudyTrial]) -> Mapping[str, Any]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sparselift.tuning")
 
 _BATCHES = 16                      # to rotate over: more data than caches hold
+_THOROUGH_S = 30.0                 # enough for a comparison that matters, unless its fewest pairs take longer
 _LAST_TRIALS = 4                   # the last measurements take about as long as so many trials
 
 
@@ -242,7 +243,7 @@ class _StageMeasure:
         self._native = _Native(stage.candidate(Config.native()))
 
     def __call__(self, incumbent: Config, candidate: Config, *, prune_below: float = 0.0, thorough: bool = False) -> Comparison:
-        options: dict[str, Any] = {"min_pairs": 12, "max_pairs": 48, "precision": 0.01} if thorough else {}
+        options: dict[str, Any] = {"min_pairs": 12, "max_pairs": 48, "precision": 0.01, "max_s": _THOROUGH_S} if thorough else {}
         return compare(self._candidate(incumbent), self._candidate(candidate), self._batches, prune_below=prune_below, warmups=(1, 3),
                        **options)
 

@@ -112,6 +112,18 @@ def test_noise_takes_more_pairs_up_to_the_bound():
     assert (noisy.pairs, steady.pairs) == (20, 6)
 
 
+def test_time_that_is_up_ends_a_comparison_that_has_its_fewest_pairs():
+    rng = random.Random(2)
+    noisy = {"b": lambda: 0.01 * rng.uniform(0.7, 1.3), "steps_per_block": 1, "max_pairs": 20}
+    assert 6 < run(**noisy, max_s=0.5)[0].pairs < 20
+    assert run(**noisy, max_s=0.0)[0].pairs == 6
+
+
+def test_blocks_of_one_step_come_in_twos():
+    _, world = run(a=0.2, b=0.2, min_pairs=6, max_pairs=6, warmups=(1, 1))
+    assert [entry for entry in world.log if isinstance(entry, str)] == ["enter b", "enter a"] * 2 + ["enter b"]
+
+
 def test_blocks_fill_the_time_that_they_are_given():
     assert run(a=0.02, b=0.01, block_s=0.11)[0].steps_per_block == 6
     assert run(a=0.01, b=0.02, block_s=0.11)[0].steps_per_block == 6, "the slower one counts"
