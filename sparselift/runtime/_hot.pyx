@@ -156,16 +156,6 @@ def accumulate(places, weights, tables, arrival):
             weight.grad = grad + extra.tensor()
 
 
-def release(weights, tables):
-    """Let go of the buffers of gradients that are attached nowhere."""
-    cdef TableGrad table
-    cdef Py_ssize_t place
-    for place in range(len(tables)):
-        table = <TableGrad>tables[place]
-        if table.state.arrived and weights[place].grad is None and not table.is_held():
-            table.state.clear()
-
-
 def pending(params):
     """(weight, gradient, its state) of the parameters whose gradient is pending."""
     cdef list found = []

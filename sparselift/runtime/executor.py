@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparselift.ir import Concat, Feature, Structure, Table
-from sparselift.runtime._hot import Slots, TableGrad, are_plain, release, serve
+from sparselift.runtime._hot import Slots, TableGrad, are_plain, serve
 from sparselift.runtime.groups import LookupGroup
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
@@ -111,8 +111,7 @@ class Prelude:
         weights = runtime.weights(group.tables)
         if weights is None:
             return
-        grads = [runtime.grads[table.name] for table in group.tables]
-        release(weights, grads)
+        grads = [runtime.grads[name] for name in group.place]
         try:
             indices, offsets, sample_weights = group.fetch(args, kwargs)
             outputs = group.run(weights, grads, indices, offsets, sample_weights)
@@ -144,6 +143,8 @@ class LiftedForward:
     def by_itself(self, form: str, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
         """One fused lookup of this module alone, or None where only torch's forward means what it should."""
         runtime, feature = self.runtime, self.features[0]
+        if torch.compiler.is_compiling():                     # torch.export, without dynamo
+            return None
         if not isinstance(ids, Tensor) or not ids.is_cpu or ids.dtype not in (torch.int64, torch.int32):
             runtime.aside(feature.name, "torch's forward ran: the ids are no int32 or int64 tensor on the CPU")
             return None
@@ -168,7 +169,7 @@ class LiftedBag(LiftedForward):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """As torch.nn.EmbeddingBag.forward."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return type(self.module).forward(self.module, input, offsets, per_sample_weights)
         output = self.slots.take(input, offsets, per_sample_weights, self.module._parameters.get("weight"), torch.is_grad_enabled())
         if output is None:
@@ -199,7 +200,7 @@ class LiftedEmbedding(LiftedForward):
 
     def forward(self, input: Tensor) -> Tensor:
         """As torch.nn.Embedding.forward."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return type(self.module).forward(self.module, input)
         output = self.slots.take(input, None, None, self.module._parameters.get("weight"), torch.is_grad_enabled())
         if output is None:
