@@ -221,11 +221,13 @@ class Stage:
     def __init__(self, work: Workload, structure: Structure, backend: str = "cpu") -> None:
         self._work, self._structure, self._backend = work, structure, backend
         self._applied: Applied | None = None
+        self._freezes = False
         pages = {table.name: huge_pages(work.model.get_parameter(table.name)) for table in structure.tables}
         self._ordinary = {name for name, found in pages.items() if 2 * found.huge_bytes < found.requested_bytes}
 
     def candidate(self, config: Config) -> Candidate:
         """The workload's training step under a config. Compiled now; entered when its turn comes."""
+        gc.collect()               # earlier configs hold buffers, and refer to themselves in circles
         schedule = build_schedule(self._structure, config)
         return _Staged(self, Applied(self._structure, schedule, self._work.model, self._backend) if config.path == "planned" else None)
 
@@ -246,10 +248,16 @@ class Stage:
         return self._work.train(self._work.model, self._work.optimizer, batch)
 
     def __enter__(self) -> Stage:
+        self._freezes = gc.get_freeze_count() == 0
+        if self._freezes:          # what is there now is not looked at again by every collection
+            gc.collect()
+            gc.freeze()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.show(None)
+        if self._freezes:
+            gc.unfreeze()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
+import weakref
 
 import numpy as np
 import pytest
@@ -496,3 +498,19 @@ def test_a_stage_runs_one_config_at_a_time(work, space):
             losses[name] = [float(chosen.step(batch)) for batch in batches]
     assert losses["planned"] == pytest.approx(losses["native"], rel=1e-5)
     assert not any("forward" in bag.__dict__ for bag in work.model.bags)
+
+
+def test_a_stage_lets_go_of_configs_that_nobody_uses(work, space):
+    batches = work.take(4)
+    with preserve(work, batches):
+        with Stage(work, space.graph.structure) as stage:
+            candidate = stage.candidate(space.default)
+            runtime = weakref.ref(candidate.applied.runtime)
+            candidate.enter()
+            candidate.step(batches[0])
+            stage.show(None)
+            del candidate
+            stage.candidate(space.default)
+            assert runtime() is None
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
