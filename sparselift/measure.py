@@ -7,12 +7,17 @@ statistics: it assumes nothing about how times are distributed.
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import logging
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -23,6 +28,8 @@ from sparselift.plan import Interval
 from sparselift.schedule import build_schedule
 from sparselift.space import Config
 from sparselift.workload import Workload
+
+logger = logging.getLogger("sparselift")
 
 _MAX_STEPS = 64                    # in a block
 _MAX_VISIT = 4                     # blocks in a row of a candidate that is costly to enter
@@ -102,7 +109,7 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
                      one step follows every switch
 
     Where entering a candidate takes long, up to four blocks in a row share it, and blocks of one step come in twos: A A B B B B A A.
-    Garbage collection is off meanwhile. What a step raises is passed on.
+    Garbage collection is off meanwhile, and other processes of this user that compare something wait. What a step raises is passed on.
 
     Raises
     ------
@@ -113,7 +120,7 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
     counts = {"min_pairs": min_pairs, "prune_pairs": prune_pairs, "steps_per_block": steps_per_block or 1, "warmups": min(warmups)}
     if min(counts.values()) < 1 or steps_per_block == 0 or max_pairs < min_pairs:
         raise ValueError(f"max_pairs must be at least min_pairs, and all counts at least 1; got {counts | {'max_pairs': max_pairs}}")
-    with _no_garbage_collection():
+    with _alone(), _no_garbage_collection():
         start = clock()
         track = _Track((incumbent, candidate), batches, clock)
         steps, visit = track.warm_up(warmups, steps_per_block, block_s)
@@ -281,6 +288,27 @@ def _huge(applied: Applied | None) -> set[str]:
 def _half_width(values: Sequence[float], confidence: float) -> float:
     low, mid, high, covered = median_interval(values, confidence)
     return max(high - mid, mid - low) if covered >= confidence else math.inf
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One comparison at a time on a machine: two would time each other. A record lock, since it is not left to forked children."""
+    try:
+        descriptor = os.open(Path(tempfile.gettempdir()) / f"sparselift-{os.getuid()}.lock",
+                             os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        logger.info("measurements of other processes are not waited for: %s", error)
+        yield
+        return
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("another process is measuring on this machine; waiting for it")
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -95,6 +95,7 @@ class _FileLock:
         with self._mutex:
             self._holders -= 1
             if self._holders == 0:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)   # closing would leave it to a child that was forked meanwhile
                 os.close(self._descriptor)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sparselift.tuning")
 
 _BATCHES = 16                      # to rotate over: more data than caches hold
-_THOROUGH_S = 30.0                 # enough for a comparison that matters, unless its fewest pairs take longer
+_THOROUGH_S = 20.0                 # enough for a comparison that matters, unless its fewest pairs take longer
 _LAST_TRIALS = 4                   # the last measurements take about as long as so many trials
 
 
@@ -184,12 +184,13 @@ class _Search:
 
     def _verdict(self, result: StudyResult) -> tuple[Verdict, str]:
         """What the trials come to, and the status of the search."""
+        if result.status == "interrupted":
+            return self.judge.standing(result.trials), result.status
         if failed := self._all_failed(result):
             note = f"every planned trial failed, so this is the default, unmeasured; the first: {failed}"
             return Verdict(self.space.default, note=note), result.status
-        if result.status == "interrupted":
-            return self.judge.standing(result.trials), result.status
-        self.progress.say("measuring the best once more")
+        if self.judge.champion.config.path == "planned":
+            self.progress.say("measuring the best once more")
         try:
             return self.judge.conclude(result.trials), result.status
         except KeyboardInterrupt:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
+import multiprocessing
 import random
+import tempfile
+import threading
 from statistics import median
 
 import pytest
 
 from sparselift.measure import Steps, compare, median_interval
+
+CONTEXT = multiprocessing.get_context("fork")
 
 
 class World:
@@ -165,6 +171,40 @@ def test_garbage_collection_is_off_inside_and_as_it_was_outside():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def _compare_elsewhere(path, started, release):
+    tempfile.tempdir = path
+
+    def step(batch):
+        started.set()
+        release.wait(30)
+
+    compare(Steps(step), Steps(step), [0], min_pairs=1, max_pairs=1)
+
+
+def test_two_processes_do_not_time_each_other(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started, release = CONTEXT.Event(), CONTEXT.Event()
+    child = CONTEXT.Process(target=_compare_elsewhere, args=(str(tmp_path), started, release))
+    child.start()
+    assert started.wait(30)
+    done = []
+    with caplog.at_level(logging.WARNING, "sparselift"):
+        waiting = threading.Thread(target=lambda: done.append(run()))
+        waiting.start()
+        waiting.join(0.2)
+        assert not done
+        release.set()
+        waiting.join(30)
+    child.join(30)
+    assert done and child.exitcode == 0
+    assert "waiting" in caplog.text
+
+
+def test_a_place_without_locks_is_no_obstacle(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
+    assert run()[0].speedup.value == pytest.approx(2)
 
 
 @pytest.mark.parametrize("options, named", [
