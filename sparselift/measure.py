@@ -33,6 +33,7 @@ logger = logging.getLogger("sparselift")
 
 _MAX_STEPS = 64                    # in a block
 _MAX_VISIT = 4                     # blocks in a row of a candidate that is costly to enter
+_PEEKING_CONFIDENCE = 0.99         # who looks after every pair errs more often than who looks once
 _ENTERING_SHARE = 0.08             # of the timed part that entering may take, as far as that bound allows
 
 
@@ -91,8 +92,8 @@ class Comparison:
 
 def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], *, clock: Callable[[], float] = time.perf_counter,
             min_pairs: int = 6, max_pairs: int = 12, steps_per_block: int | None = None, block_s: float = 0.12, prune_below: float = 0.0,
-            prune_pairs: int = 3, confidence: float = 0.95, precision: float = 0.02, max_s: float = math.inf,
-            warmups: tuple[int, int] = (3, 3)) -> Comparison:
+            prune_pairs: int = 3, confidence: float = 0.95, precision: float = 0.02, bar: float | None = None,
+            max_s: float = math.inf, warmups: tuple[int, int] = (3, 3)) -> Comparison:
     """Time two candidates against each other.
 
     Parameters
@@ -104,6 +105,7 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
     steps_per_block  None: as many as fill `block_s` seconds of the slower candidate, 64 at most
     prune_below      after `prune_pairs` pairs, stop as soon as none of them reached this speed-up
     precision        after `min_pairs` pairs, stop as soon as the interval's ends are this close to its middle, relative
+    bar              after `min_pairs` pairs, stop as soon as the interval lies on one side of this speed-up
     max_s            after `min_pairs` pairs, stop when so many seconds have passed
     warmups          steps of the incumbent and of the candidate before their first block (compilation, page faults, allocators); later
                      one step follows every switch
@@ -129,8 +131,7 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
             track.pairs(steps, min(visit, max_pairs - len(track.log_ratios)))
             done = len(track.log_ratios)
             pruned = done >= prune_pairs and prune_below > 0 and max(track.log_ratios) < math.log(prune_below)
-            narrow = done >= min_pairs and _half_width(track.log_ratios, confidence) <= math.log1p(precision)
-            if narrow or (done >= min_pairs and clock() - start >= max_s):
+            if done >= min_pairs and (_is_settled(track.log_ratios, confidence, precision, bar) or clock() - start >= max_s):
                 break
         total_s = clock() - start
     low, mid, high, covered = median_interval(track.log_ratios, confidence)
@@ -285,9 +286,13 @@ def _huge(applied: Applied | None) -> set[str]:
     return {name for name, knobs in (tables or {}).items() if knobs.huge_pages}
 
 
-def _half_width(values: Sequence[float], confidence: float) -> float:
-    low, mid, high, covered = median_interval(values, confidence)
-    return max(high - mid, mid - low) if covered >= confidence else math.inf
+def _is_settled(log_ratios: Sequence[float], confidence: float, precision: float, bar: float | None) -> bool:
+    """Whether the interval is as narrow as it has to be, or a stricter one is clear of the bar."""
+    low, mid, high, covered = median_interval(log_ratios, confidence)
+    if covered >= confidence and max(high - mid, mid - low) <= math.log1p(precision):
+        return True
+    low, _, high, covered = median_interval(log_ratios, _PEEKING_CONFIDENCE)
+    return bar is not None and covered >= _PEEKING_CONFIDENCE and not low <= math.log(bar) <= high
 
 
 @contextmanager

@@ -23,9 +23,10 @@ _HOPELESS = 0.85                   # of the champion's speed-up: what does not r
 class Measure(Protocol):
     """Times two configs against each other."""
 
-    def __call__(self, incumbent: Config, candidate: Config, *, prune_below: float = 0.0, thorough: bool = False) -> Comparison:
-        """`prune_below` as in `sparselift.measure.compare`; `thorough` asks for more pairs. Raises what the steps raise, and `Abort`
-        where native itself cannot run.
+    def __call__(self, incumbent: Config, candidate: Config, *, prune_below: float = 0.0, bar: float | None = None,
+                 thorough: bool = False) -> Comparison:
+        """`prune_below` and `bar` as in `sparselift.measure.compare`; `thorough` asks for more pairs. Raises what the steps raise, and
+        `Abort` where native itself cannot run.
         """
 
 
@@ -139,8 +140,9 @@ class Judge:
             self.certificate_s += self._clock() - begin_s
         return self._certificates[config]
 
-    def measure(self, incumbent: Config, candidate: Config, prune_below: float = 0.0, thorough: bool = False) -> Comparison:
-        found = self._time(incumbent, candidate, prune_below=prune_below, thorough=thorough)
+    def measure(self, incumbent: Config, candidate: Config, prune_below: float = 0.0, bar: float | None = None,
+                thorough: bool = False) -> Comparison:
+        found = self._time(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
         self.timed_s += found.timed_s
         self.warmup_s += found.warmup_s
         return found
@@ -159,12 +161,12 @@ class Judge:
             return True            # the default, where native is not allowed
         if found.speedup.value <= MARGIN * champion.speedup:
             return False
-        if champion.config.path == "native":
-            if found.speedup.low <= MARGIN:
-                found = self.measure(champion.config, config, thorough=True)
-            if found.speedup.low <= MARGIN:
-                return False
-        return self.measure(champion.config, config).speedup.low > MARGIN
+        if champion.config.path == "native" and found.speedup.low <= MARGIN and not self._clears(champion.config, config):
+            return False
+        return self._clears(champion.config, config)
+
+    def _clears(self, incumbent: Config, candidate: Config) -> bool:
+        return self.measure(incumbent, candidate, bar=MARGIN, thorough=True).speedup.low > MARGIN
 
     def _recorded(self, config: Config, trials: Sequence[StudyTrial]) -> Mapping[str, Any]:
         """The facts of a config's complete trial; empty if there is none."""

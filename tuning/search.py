@@ -243,10 +243,11 @@ class _StageMeasure:
         self._stage, self._batches = stage, batches
         self._native = _Native(stage.candidate(Config.native()))
 
-    def __call__(self, incumbent: Config, candidate: Config, *, prune_below: float = 0.0, thorough: bool = False) -> Comparison:
+    def __call__(self, incumbent: Config, candidate: Config, *, prune_below: float = 0.0, bar: float | None = None,
+                 thorough: bool = False) -> Comparison:
         options: dict[str, Any] = {"min_pairs": 12, "max_pairs": 48, "precision": 0.01, "max_s": _THOROUGH_S} if thorough else {}
-        return compare(self._candidate(incumbent), self._candidate(candidate), self._batches, prune_below=prune_below, warmups=(1, 3),
-                       **options)
+        return compare(self._candidate(incumbent), self._candidate(candidate), self._batches, prune_below=prune_below, bar=bar,
+                       warmups=(1, 3), **options)
 
     def _candidate(self, config: Config) -> Candidate:
         return self._native if config.path == "native" else self._stage.candidate(config)

@@ -118,6 +118,20 @@ def test_noise_takes_more_pairs_up_to_the_bound():
     assert (noisy.pairs, steady.pairs) == (20, 6)
 
 
+def test_a_question_that_is_answered_takes_no_more_pairs():
+    rng = random.Random(2)
+    noisy = {"b": lambda: 0.01 * rng.uniform(0.7, 1.3), "steps_per_block": 1, "max_pairs": 40}
+    assert run(**noisy, bar=1.01)[0].pairs == run(**noisy, bar=4.0)[0].pairs == 8, "the fewest that give an interval of 99%"
+    assert run(**noisy, bar=2.0)[0].pairs == 40
+
+
+def test_looking_after_every_pair_seldom_errs():
+    rng = random.Random(3)
+    results = [run(a=0.01, b=lambda: 0.01 * rng.lognormvariate(0, 0.1), steps_per_block=1, bar=1.0, max_pairs=40, precision=0.0)[0]
+               for _ in range(200)]
+    assert sum(not result.speedup.low <= 1 <= result.speedup.high for result in results) / 200 < 0.1
+
+
 def test_time_that_is_up_ends_a_comparison_that_has_its_fewest_pairs():
     rng = random.Random(2)
     noisy = {"b": lambda: 0.01 * rng.uniform(0.7, 1.3), "steps_per_block": 1, "max_pairs": 20}

@@ -78,13 +78,14 @@ def by_formula(config):
 
 
 class Timer:
-    """Measures by a formula, and remembers what it was asked."""
+    """Measures by a formula, and remembers what it was asked: who against whom, and whether it was one of the last."""
 
     def __init__(self, cost=by_formula, hooks=()):
-        self.cost, self.calls, self.hooks = cost, [], dict(hooks)
+        self.cost, self.calls, self.bars, self.hooks = cost, [], [], dict(hooks)
 
-    def __call__(self, incumbent, candidate, *, prune_below=0.0, thorough=False):
-        self.calls.append((incumbent, candidate, thorough))
+    def __call__(self, incumbent, candidate, *, prune_below=0.0, bar=None, thorough=False):
+        self.calls.append((incumbent, candidate, thorough and bar is None))
+        self.bars.append(bar)
         if len(self.calls) in self.hooks:
             self.hooks[len(self.calls)]()
         a, b = self.cost(incumbent), self.cost(candidate)
@@ -155,15 +156,15 @@ def test_half_a_percent_is_no_reason_to_leave_native(work):
 
 def test_a_trial_too_noisy_to_tell_is_measured_longer(work):
     class Noisy(Timer):
-        def __call__(self, incumbent, candidate, *, prune_below=0.0, thorough=False):
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, bar=None, thorough=False):
             first = len(self.calls) == 1
-            super().__call__(incumbent, candidate, prune_below=prune_below, thorough=thorough)
+            super().__call__(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
             return comparison(self.cost(incumbent) / self.cost(candidate), 0.010, spread=0.5 if first else 0.001)
 
     timer = Noisy()
     result = run(work, timer, trials=2)
     assert result.plan.config.path == "planned"
-    assert [thorough for _, _, thorough in timer.calls] == [False, False, True, False, True]
+    assert timer.bars == [None, None, 1.01, 1.01, None]
 
 
 class Lucky(Timer):
@@ -182,10 +183,10 @@ def test_luck_that_a_fresh_measurement_does_not_confirm_is_not_promoted(work):
 
 def test_a_champion_that_does_not_hold_gives_way_to_the_default(work, space):
     class Fading(Timer):
-        def __call__(self, incumbent, candidate, *, prune_below=0.0, thorough=False):
-            if thorough and incumbent.path == "planned":
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, bar=None, thorough=False):
+            if thorough and bar is None and incumbent.path == "planned":
                 return comparison(1.0, by_formula(incumbent))
-            return super().__call__(incumbent, candidate, prune_below=prune_below, thorough=thorough)
+            return super().__call__(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
 
     result = run(work, Fading(), trials=16)
     assert result.plan.config == space.default
@@ -194,9 +195,9 @@ def test_a_champion_that_does_not_hold_gives_way_to_the_default(work, space):
 
 def test_a_champion_that_does_not_hold_against_native_gives_way_to_it(work):
     class Fading(Timer):
-        def __call__(self, incumbent, candidate, *, prune_below=0.0, thorough=False):
-            found = super().__call__(incumbent, candidate, prune_below=prune_below, thorough=thorough)
-            return comparison(1.001, 0.010, spread=0.01) if thorough and incumbent.path == "native" else found
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, bar=None, thorough=False):
+            found = super().__call__(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
+            return comparison(1.001, 0.010, spread=0.01) if thorough and bar is None and incumbent.path == "native" else found
 
     result = run(work, Fading(), trials=8)
     assert result.plan.config == Config.native()
@@ -374,7 +375,7 @@ def test_ctrl_c_in_a_trial_keeps_what_was_measured(work, tmp_path, at):
 def test_ctrl_c_in_the_last_measurements_keeps_the_best_by_its_trial(work):
     class Impatient(Timer):
         def __call__(self, incumbent, candidate, **options):
-            if options.get("thorough"):
+            if options.get("thorough") and not options.get("bar"):
                 interrupt()
             return super().__call__(incumbent, candidate, **options)
 
