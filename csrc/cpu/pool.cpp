@@ -20,25 +20,44 @@ size_t capacity_for(size_t bytes) {
     return bytes <= three_quarters && three_quarters >= 4096 ? three_quarters : power;
 }
 
-Block* allocate(size_t capacity, Pool* pool) {
+Block* make_block(size_t capacity, Pool* pool) {
     auto* block = static_cast<Block*>(std::malloc(sizeof(Block)));
-    void* data = nullptr;
-    const bool huge = capacity >= kHugePage;
-    if (!block || posix_memalign(&data, huge ? kHugePage : kLine, capacity) != 0) {
+    void* data = block ? aligned_allocate(capacity) : nullptr;
+    if (!data) {
         std::free(block);
         return nullptr;
     }
-    if (huge) madvise(data, capacity, MADV_HUGEPAGE);
     *block = Block{data, capacity, pool, nullptr};
     return block;
 }
 
 void destroy(Block* block) {
-    std::free(block->data);
+    aligned_free(block->data, block->capacity);
     std::free(block);
 }
 
 }  // namespace
+
+// Small ones come from malloc. Large ones are mapped, and so untouched: memory that malloc recycles has small pages already.
+void* aligned_allocate(size_t capacity) {
+    if (capacity < kHugePage) {
+        void* data = nullptr;
+        return posix_memalign(&data, kLine, capacity) == 0 ? data : nullptr;
+    }
+    const size_t padded = capacity + kHugePage;
+    void* mapped = mmap(nullptr, padded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    const auto begin = reinterpret_cast<uintptr_t>(mapped), data = (begin + kHugePage - 1) / kHugePage * kHugePage;
+    if (data > begin) munmap(mapped, data - begin);
+    munmap(reinterpret_cast<void*>(data + capacity), begin + kHugePage - data);
+    madvise(reinterpret_cast<void*>(data), capacity, MADV_HUGEPAGE);
+    return reinterpret_cast<void*>(data);
+}
+
+void aligned_free(void* data, size_t capacity) {
+    if (capacity < kHugePage) std::free(data);
+    else if (data) munmap(data, capacity);
+}
 
 class Pool {
   public:
@@ -55,7 +74,7 @@ class Pool {
             ++out_;
             return block;
         }
-        Block* block = allocate(capacity, this);
+        Block* block = make_block(capacity, this);
         if (block) {
             total_bytes_ += capacity;
             ++out_;

@@ -9,11 +9,16 @@ namespace sparselift {
 class Pool;
 
 struct Block {
-    void* data;            // 64-byte aligned; from 2 MiB on, 2 MiB-aligned and advised for huge pages
+    void* data;            // of aligned_allocate
     size_t capacity;
     Pool* pool;
     Block* next;           // in the pool's list, while idle
 };
+
+/// Memory that is 64-byte aligned; from 2 MiB on, 2 MiB-aligned, untouched, and in huge pages where the system has them. Null when
+/// memory is out. `capacity` must be a multiple of 4 KiB from 2 MiB on.
+void* aligned_allocate(size_t capacity);
+void aligned_free(void* data, size_t capacity);
 
 /// A pool that keeps at most `max_idle_bytes` of returned blocks. Its blocks may outlive the owner's handle.
 Pool* pool_create(size_t max_idle_bytes);

@@ -3,13 +3,12 @@
 
 #include <sys/mman.h>
 
-#include <cstdlib>
 #include <memory>
 
 namespace sparselift {
 namespace {
 
-constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kPage = 4096;
 constexpr size_t kMaxIdleBytes = size_t{256} << 20;      // of batches that came back
 
 const Kernels* kernels_of(int32_t isa) {
@@ -25,20 +24,15 @@ const Kernels* kernels_of(int32_t isa) {
 
 }  // namespace
 
-Buffer::~Buffer() { std::free(data_); }
+Buffer::~Buffer() { aligned_free(data_, bytes_); }
 
 void* Buffer::reserve(size_t bytes) {
     if (bytes <= bytes_) return data_;
-    std::free(data_);
-    data_ = nullptr;
+    aligned_free(data_, bytes_);
     bytes_ = 0;
-    const size_t wanted = bytes + bytes / 4;      // batches vary in size
-    const bool huge = wanted >= kHugePage;
-    if (posix_memalign(&data_, huge ? kHugePage : 64, wanted) != 0) {
-        data_ = nullptr;
-        throw std::bad_alloc();
-    }
-    if (huge) madvise(data_, wanted / kHugePage * kHugePage, MADV_HUGEPAGE);
+    const size_t wanted = (bytes + bytes / 4 + kPage - 1) / kPage * kPage;      // batches vary in size
+    data_ = aligned_allocate(wanted);
+    if (!data_) throw std::bad_alloc();
     bytes_ = wanted;
     return data_;
 }
