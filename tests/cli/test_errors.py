@@ -182,7 +182,7 @@ def test_a_missing_extra_is_exit_code_three(run: Run, tuned: Path, monkeypatch: 
 def test_a_reader_that_has_gone(tuned: Path) -> None:
     """`sparselift ... | head` ends quietly."""
     code = f"from sparselift.cli import main; raise SystemExit(main(['show', {str(tuned)!r}]))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert b"Traceback" not in process.stderr.read()

@@ -16,7 +16,7 @@ from sparselift import Plan
 from sparselift.tuning.study import read_studies
 from tests.cli.conftest import TINY
 
-COMMAND = [sys.executable, "-c", "import sys; from sparselift.cli import main; sys.exit(main())", "tune", f"{TINY}:work", "--json"]
+COMMAND = [sys.executable, "-P", "-c", "import sys; from sparselift.cli import main; sys.exit(main())", "tune", f"{TINY}:work", "--json"]
 
 
 def finished(study: Path) -> int:
@@ -26,25 +26,28 @@ def finished(study: Path) -> int:
     return sum(trial.state == "complete" for result in read_studies(str(study)).values() for trial in result.trials)
 
 
-def interrupted(folder: Path, sent: int) -> subprocess.Popen[str]:
-    """Start a slow search, and send it a signal once two trials are complete."""
+def interrupted(folder: Path, sent: int) -> tuple[int, str, str]:
+    """Start a slow search, and send it a signal once two trials are complete. Returns its exit code and what it printed."""
     slow = [*COMMAND, "--set", "sleep_s=0.002", "--trials", "200"]
-    process = subprocess.Popen(slow, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})
-    deadline = time.monotonic() + 120
-    while finished(folder / "plan.study") < 2:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no trial ended in two minutes"
-        time.sleep(0.2)
-    process.send_signal(sent)
-    return process
+    with subprocess.Popen(slow, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while finished(folder / "plan.study") < 2:
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline, "no trial ended in two minutes"
+                time.sleep(0.2)
+            process.send_signal(sent)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return process.returncode, out, err
 
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    process = interrupted(tmp_path, signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1
+    code, out, err = interrupted(tmp_path, signal.SIGINT)
+    assert code == 1
     assert "Traceback" not in err
     assert json.loads(out)["status"] == "interrupted"
     assert Plan.load(tmp_path / "plan.json").evidence.status == "interrupted"
@@ -55,8 +58,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(tmp_path: P
 
 @pytest.mark.slow
 def test_a_killed_search_loses_no_finished_trial(tmp_path: Path) -> None:
-    process = interrupted(tmp_path, signal.SIGKILL)
-    process.communicate()
+    interrupted(tmp_path, signal.SIGKILL)
     kept = finished(tmp_path / "plan.study")
     assert kept >= 2
     resume(tmp_path, kept)

