@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -76,6 +77,7 @@ class Comparison:
     timed_s          in blocks
     warmup_s         in steps that were not timed
     total_s          altogether, switching included
+    waited_s         before that, for other processes that were measuring
     """
 
     speedup: Interval
@@ -88,6 +90,7 @@ class Comparison:
     timed_s: float
     warmup_s: float
     total_s: float
+    waited_s: float = 0.0
 
 
 def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], *, clock: Callable[[], float] = time.perf_counter,
@@ -122,6 +125,7 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
     counts = {"min_pairs": min_pairs, "prune_pairs": prune_pairs, "steps_per_block": steps_per_block or 1, "warmups": min(warmups)}
     if min(counts.values()) < 1 or steps_per_block == 0 or max_pairs < min_pairs:
         raise ValueError(f"max_pairs must be at least min_pairs, and all counts at least 1; got {counts | {'max_pairs': max_pairs}}")
+    asked = clock()
     with _alone(), _no_garbage_collection():
         start = clock()
         track = _Track((incumbent, candidate), batches, clock)
@@ -137,7 +141,8 @@ def compare(incumbent: Candidate, candidate: Candidate, batches: Sequence[Any], 
     low, mid, high, covered = median_interval(track.log_ratios, confidence)
     return Comparison(
         Interval(math.exp(mid), math.exp(low), math.exp(high)), track.step_s(0, steps, confidence), track.step_s(1, steps, confidence),
-        covered, len(track.log_ratios), steps, pruned, sum(map(sum, track.blocks_s)), track.warmup_s, total_s)
+        covered, len(track.log_ratios), steps, pruned, sum(map(sum, track.blocks_s)), track.warmup_s, total_s,
+        start - asked)
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float, float]:
@@ -309,11 +314,17 @@ def _alone() -> Iterator[None]:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("another process is measuring on this machine; waiting for it")
+            _tell_of_waiting()
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+@cache
+def _tell_of_waiting() -> None:
+    """Once is enough."""
+    logger.warning("another process measures on this machine, too; the two take turns")
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class Judge:
         self._certificates: dict[Config, Mapping[str, Any]] = {}
         self.native_allowed = not space.check(space.native)
         self.champion = Champion(space.native) if self.native_allowed else Champion(space.default, speedup=0.0)
-        self.timed_s = self.warmup_s = self.certificate_s = 0.0
+        self.timed_s = self.warmup_s = self.waited_s = self.certificate_s = 0.0
 
     def judge(self, config: Config) -> Measured | Infeasible:
         """A config's time over native's, on the way to a trial. Raises what its steps raise, and Abort where native cannot run."""
@@ -80,13 +80,13 @@ class Judge:
             logger.warning("a config is refused, since it does not compute what native computes: %s", error)
             return Infeasible(f"not equivalent to native: {error}")
         found = self.measure(self._space.native, config, prune_below=_HOPELESS * self.champion.speedup)
-        return Measured(1 / found.speedup.value, _facts(found, not found.pruned and self._beats_champion(config, found)))
+        return Measured(1 / found.speedup.value, _facts(found, self._confirmed(config, found)))
 
     def recall(self, trials: Iterable[StudyTrial]) -> None:
         """Crown the last trial, by number, that beat the champion of its day."""
         for trial in trials:
-            if trial.value and trial.attrs.get("promoted"):
-                self.champion = Champion(self._space.from_params(trial.params), 1 / trial.value, trial.number)
+            if trial.value and trial.attrs.get("confirmed"):
+                self.champion = Champion(self._space.from_params(trial.params), trial.attrs["confirmed"], trial.number)
 
     def conclude(self, trials: Sequence[StudyTrial]) -> Verdict:
         """Measure the champion again, against native and against the default, and settle for the simplest that holds."""
@@ -145,39 +145,48 @@ class Judge:
         found = self._time(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
         self.timed_s += found.timed_s
         self.warmup_s += found.warmup_s
+        self.waited_s += found.waited_s
         return found
 
     def _judge_native(self) -> Measured:
         """Native against itself: its time, and how far apart two measurements of the same thing are here."""
         try:
-            return Measured(1.0, _facts(self.measure(self._space.native, self._space.native), promoted=True))
+            return Measured(1.0, _facts(self.measure(self._space.native, self._space.native), confirmed=1.0))
         except Exception as error:
             raise Abort(f"the native step: {error}") from error
 
-    def _beats_champion(self, config: Config, found: Comparison) -> bool:
-        """Whether a config is faster than the champion by the margin for certain, and a fresh measurement says so again."""
-        champion = self.champion
-        if config == champion.config:
-            return True            # the default, where native is not allowed
-        if found.speedup.value <= MARGIN * champion.speedup:
-            return False
-        if champion.config.path == "native" and found.speedup.low <= MARGIN and not self._clears(champion.config, config):
-            return False
-        return self._clears(champion.config, config)
+    def _confirmed(self, config: Config, found: Comparison) -> float | None:
+        """The speed-up over native of a config that is faster than the champion by the margin, for certain and by a fresh measurement.
 
-    def _clears(self, incumbent: Config, candidate: Config) -> bool:
-        return self.measure(incumbent, candidate, bar=MARGIN, thorough=True).speedup.low > MARGIN
+        It is the fresh one that counts: the trial was picked for its value, and so flatters. None for any other config.
+        """
+        champion = self.champion
+        if found.pruned:
+            return None
+        if config == champion.config:
+            return found.speedup.value                   # the default, where native is not allowed
+        if found.speedup.value <= MARGIN * champion.speedup:
+            return None
+        if champion.config.path == "native" and found.speedup.low <= MARGIN and self._gain(champion.config, config) is None:
+            return None
+        gain = self._gain(champion.config, config)
+        return None if gain is None else champion.speedup * gain
+
+    def _gain(self, incumbent: Config, candidate: Config) -> float | None:
+        """How much faster a candidate is, if that is more than the margin for certain."""
+        speedup = self.measure(incumbent, candidate, bar=MARGIN, thorough=True).speedup
+        return speedup.value if speedup.low > MARGIN else None
 
     def _recorded(self, config: Config, trials: Sequence[StudyTrial]) -> Mapping[str, Any]:
         """The facts of a config's complete trial; empty if there is none."""
         return next((trial.attrs for trial in trials if trial.value and self._space.from_params(trial.params) == config), {})
 
 
-def _facts(found: Comparison, promoted: bool) -> dict[str, Any]:
-    """What a trial keeps of its measurement. Intervals are (value, low, high)."""
+def _facts(found: Comparison, confirmed: float | None) -> dict[str, Any]:
+    """What a trial keeps of its measurement. Intervals are (value, low, high); `confirmed` is the speed-up of a new champion."""
     intervals = {"speedup": found.speedup, "native_s": found.incumbent, "planned_s": found.candidate}
     return {**{name: [held.value, held.low, held.high] for name, held in intervals.items()}, "pairs": found.pairs, "pruned": found.pruned,
-            "promoted": promoted}
+            "confirmed": confirmed}
 
 
 def interval_text(speedup: Interval) -> str:

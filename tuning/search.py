@@ -232,7 +232,8 @@ class _Search:
 
     def _overhead(self) -> dict[str, float]:
         wall_s = time.perf_counter() - self.begin_s
-        spent = {"timed_s": self.judge.timed_s, "warmup_s": self.judge.warmup_s, "certificate_s": self.judge.certificate_s}
+        judge = self.judge
+        spent = {"timed_s": judge.timed_s, "warmup_s": judge.warmup_s, "waited_s": judge.waited_s, "certificate_s": judge.certificate_s}
         return {"wall_s": wall_s, **spent, "other_s": wall_s - sum(spent.values())}
 
 

@@ -167,6 +167,18 @@ def test_a_trial_too_noisy_to_tell_is_measured_longer(work):
     assert timer.bars == [None, None, 1.01, 1.01, None]
 
 
+def test_the_champion_is_as_fast_as_its_confirmation_says(work, tmp_path):
+    class Flattering(Timer):
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, bar=None, thorough=False):
+            found = super().__call__(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
+            return comparison(9.0, 0.010) if len(self.calls) == 2 else found
+
+    path = tmp_path / "s"
+    result = run(work, Flattering(), storage=path, trials=3)
+    assert result.records[1].ratio == pytest.approx(9.0)
+    assert result.records[2].state == "complete", "what is 0.85 of nine times native at best would be hopeless"
+
+
 class Lucky(Timer):
     """Every first measurement of a config flatters it; a repetition does not."""
 
