@@ -217,6 +217,18 @@ def test_a_champion_that_does_not_hold_against_native_gives_way_to_it(work):
     assert result.plan.evidence.planned == result.plan.evidence.native
 
 
+def test_one_noisy_last_measurement_does_not_undo_a_champion(work):
+    class Shaky(Timer):
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, bar=None, thorough=False):
+            found = super().__call__(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
+            first = thorough and bar is None and sum(last for _, _, last in self.calls) == 1
+            return comparison(1.3, 0.010, spread=0.5) if first else found
+
+    result = run(work, Shaky(), trials=2)
+    assert result.plan.config.path == "planned"
+    assert result.plan.evidence.speedup.low > 1
+
+
 def test_hopeless_configs_are_pruned_and_never_chosen(work):
     result = run(work, Timer(lambda config: 0.010 if config.path == "native" else 0.02), trials=6)
     assert {record.state for record in result.records[1:]} == {"pruned"}
