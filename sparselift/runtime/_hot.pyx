@@ -166,6 +166,22 @@ def pending(params):
     return found
 
 
+def hide_all(found, fused, hidden):
+    """Hide all gradients that `pending` found, if all are of `fused` tables and of the same backwards of one program; else none."""
+    arrived = None
+    for _, _, state in found:
+        if arrived is None:
+            if not consists_of_lookups(state):
+                return False
+            arrived = state.arrived
+        if state.arrived is not arrived or state.value is not None or state.table not in fused:
+            return False
+    for weight, grad, _ in found:
+        weight.grad = None
+        hidden.append((weight, grad))
+    return True
+
+
 def consists_of_lookups(state):
     """Whether a gradient is still what arrived, and all of that by one program."""
     cdef tuple arrived = state.arrived

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparselift.grad import GradState, PendingGrad
 from sparselift.kernels.base import Segment, UpdateRule
 from sparselift.optim import fused_rule, update_rule
-from sparselift.runtime._hot import consists_of_lookups, pending
+from sparselift.runtime._hot import consists_of_lookups, hide_all, pending
 from sparselift.runtime.executor import Runtime
 
 _NO_STATE: dict[str, Any] = {}
@@ -72,6 +72,10 @@ class FusedStep:
             return
         rules = {sparse: fused_rule(optimizer, group, sparse) for sparse in {state.sparse for _, _, state in found}}
         shared: UpdateRule | None = None
+        if {rule for rule, _ in rules.values()} == {"sgd"} and hide_all(found, self.fused, self.hidden):
+            shared = update_rule("sgd", group, _NO_STATE)      # the usual step: nothing to decide table by table
+            updates += [(weight, state, shared, None) for weight, _, state in found]
+            return
         for weight, grad, state in found:
             rule, reason = rules[state.sparse]
             own = optimizer.state.get(weight, _NO_STATE) if rule not in (None, "sgd") else _NO_STATE
