@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -18,11 +19,10 @@ SMAPS = Path("/proc/self/smaps")
 def extension() -> ModuleType:
     """The compiled part. Raises KernelError where it is not built."""
     try:
-        from . import _memory  # type: ignore[attr-defined]
+        return import_module("sparselift._memory")
     except ImportError as error:
         raise KernelError(f"the compiled extension sparselift._memory is missing ({error}); "
                           "build it with: pip install -e . --no-build-isolation") from error
-    return _memory
 
 
 class OutputRing:

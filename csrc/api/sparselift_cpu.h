@@ -117,7 +117,8 @@ sl_status sl_forward(sl_program* program, const float* const* tables, const sl_b
                      int32_t threads);
 
 /* out[k] = <grad[bag of k], table[id of k]>, 0 for padding. */
-sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad, float* out);
+sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad, float* out,
+                         int32_t threads);
 
 /* One step of the rules on every row that the segments touch. states: (R, D) for Adagrad, (R,) for row-wise Adagrad, else unread. */
 sl_status sl_update(sl_program* program, float* const* tables, float* const* states, const sl_rule* rules,

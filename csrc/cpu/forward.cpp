@@ -154,11 +154,19 @@ extern "C" sl_status sl_forward(sl_program* program, const float* const* tables,
 }
 
 extern "C" sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad,
-                                    float* out) {
+                                    float* out, int32_t threads) {
     return guarded([&]() -> sl_status {
         const sl_table& spec = program->tables[static_cast<size_t>(program->features[static_cast<size_t>(feature)].table)];
-        const ForwardArgs args = arguments(spec, table, batch->lookups[feature], {nullptr, 0}, false);
-        program->kernels->weight_grad(args, grad.data, grad.row_stride, out);
+        const Lookups& lookups = batch->lookups[feature];
+        const ForwardArgs whole = arguments(spec, table, lookups, {nullptr, 0}, false);
+        const bool parallel = threads > 1 && cost_of(lookups, spec.dim) >= kParallelCost;
+        const int64_t pieces = parallel ? std::min<int64_t>(int64_t{threads} * kTasksPerThread, lookups.num_bags) : 1;
+        run_tasks(threads, pieces, [&](int64_t i, int) {
+            ForwardArgs args = whole;
+            args.first_bag = lookups.num_bags * i / pieces;
+            args.last_bag = lookups.num_bags * (i + 1) / pieces;
+            program->kernels->weight_grad(args, grad.data, grad.row_stride, out);
+        });
         return SL_OK;
     });
 }

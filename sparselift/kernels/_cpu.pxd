@@ -87,7 +87,7 @@ cdef extern from "api/sparselift_cpu.h" nogil:
     sl_status sl_forward(sl_program* program, const float* const* tables, const sl_batch* batch, const sl_matrix* outputs,
                          int32_t threads)
     sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad,
-                             float* out)
+                             float* out, int32_t threads)
     sl_status sl_update(sl_program* program, float* const* tables, float* const* states, const sl_rule* rules,
                         const sl_segment* segments, int64_t num_segments, int32_t threads)
     sl_status sl_count_lookups(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count)

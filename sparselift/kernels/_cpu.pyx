@@ -23,6 +23,15 @@ cdef PyTypeObject* tensor_type = <PyTypeObject*>Tensor
 cdef int64_t MAX_LOOKUPS = checks.MAX_LOOKUPS
 
 
+sl_openmp_runtime()      # found now, so that a later fork is noticed
+
+
+def read_through_python(bint always):
+    """Whether to read tensors through their Python attributes even where torch has the faster C table; for tests."""
+    global exchange
+    exchange = NULL if always else exchange_of(Tensor)
+
+
 def runnable_isas() -> tuple:
     """Names of the instruction sets that run here, slowest first."""
     return tuple(sl_isa_name(isa).decode() for isa in range(SL_NUM_ISAS) if sl_isa_runnable(isa))
@@ -391,6 +400,7 @@ cdef class Program:
         return 0
 
     def weight_grad(self, tables, Batch batch not None, Py_ssize_t feature, grad):
+        cdef int32_t threads = get_num_threads()
         cdef sl_matrix part
         cdef sl_status status
         cdef float* out
@@ -406,7 +416,8 @@ cdef class Program:
             result = torch.empty(batch.num_lookups[feature], dtype=torch.float32)
             out = <float*><uintptr_t>result.data_ptr()
             with nogil:
-                status = sl_weight_grad(self.handle, self.weights[self.feature_specs[feature].table], batch.handle, feature, part, out)
+                status = sl_weight_grad(self.handle, self.weights[self.feature_specs[feature].table], batch.handle, feature, part, out,
+                                        threads)
             check(status)
             return result
 
@@ -427,6 +438,7 @@ cdef class Program:
 
     cdef int _read_rules(self, object states, object rules) except -1:
         cdef Py_ssize_t t
+        cdef int64_t columns
         cdef object previous = None
         cdef sl_rule parsed
         cdef View view
@@ -449,8 +461,8 @@ cdef class Program:
             self.states[t] = NULL
             if parsed.kind == SL_SGD:
                 continue
-            if not viewed(item(fast_states, t), &view) or not is_dense(
-                    &view, self.table_specs[t].rows, self.table_specs[t].dim if parsed.kind == SL_ADAGRAD else 0):
+            columns = self.table_specs[t].dim if parsed.kind == SL_ADAGRAD else 0
+            if not viewed(item(fast_states, t), &view) or not is_dense(&view, self.table_specs[t].rows, columns):
                 checks.check_rules(self, states, rules)
                 refuse(f"state of table {self.tables[t].name!r}")
             self.states[t] = <float*>view.data

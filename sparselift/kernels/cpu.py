@@ -16,7 +16,7 @@ ISA_VARIABLE = "SPARSELIFT_ISA"
 def extension() -> ModuleType:
     """The module of compiled kernels. Raises KernelError where it is not built."""
     try:
-        from . import _cpu  # type: ignore[attr-defined]
+        from . import _cpu
     except ImportError as error:
         raise KernelError("the CPU kernels are not built (sparselift.kernels._cpu cannot be imported: "
                           f"{error}); build them with: pip install -e . --no-build-isolation") from error
