@@ -83,10 +83,11 @@ class Judge:
         return Measured(1 / found.speedup.value, _facts(found, self._confirmed(config, found)))
 
     def recall(self, trials: Iterable[StudyTrial]) -> None:
-        """Crown the last trial, by number, that beat the champion of its day."""
+        """Crown the fastest trial that was confirmed, also by other processes that work on the same study."""
         for trial in trials:
-            if trial.value and trial.attrs.get("confirmed"):
-                self.champion = Champion(self._space.from_params(trial.params), trial.attrs["confirmed"], trial.number)
+            confirmed = trial.attrs.get("confirmed")
+            if confirmed and (self.champion.trial is None or confirmed > self.champion.speedup):
+                self.champion = Champion(self._space.from_params(trial.params), confirmed, trial.number)
 
     def conclude(self, trials: Sequence[StudyTrial]) -> Verdict:
         """Measure the champion again, against native and against the default, and settle for the simplest that holds."""

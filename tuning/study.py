@@ -110,7 +110,8 @@ def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | I
     ----------
     space         name -> a list of choices (None, bool, int, float, str), or a (low, high) tuple of ints or floats, both included; or
                   space(trial), which calls trial.suggest_categorical and the like, for conditional spaces
-    objective     objective(params) -> value. What it raises, and a value that is not finite, make the trial fail
+    objective     objective(params) -> a value, or Measured or Infeasible. What it raises (but for Abort), and a value that is not finite,
+                  make the trial fail
     storage       a study file's path, an Optuna storage or its URL; None keeps the study in memory
     seed          of proposals, >= 0; the same seed and the same recorded values give the same proposals
     name          prefix of the study's name; the space's fingerprint is the rest, so that another space starts another study

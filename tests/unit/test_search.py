@@ -22,7 +22,7 @@ from sparselift.progress import Progress
 from sparselift.space import Config, Constraints, SearchSpace, memory_bytes
 from sparselift.tuning import search, study, trial_records, tune
 from sparselift.tuning.judge import Judge
-from sparselift.tuning.study import Infeasible
+from sparselift.tuning.study import Infeasible, StudyTrial
 from sparselift.workload import Workload
 
 BATCH = 16
@@ -177,6 +177,15 @@ def test_the_champion_is_as_fast_as_its_confirmation_says(work, tmp_path):
     result = run(work, Flattering(), storage=path, trials=3)
     assert result.records[1].ratio == pytest.approx(9.0)
     assert result.records[2].state == "complete", "what is 0.85 of nine times native at best would be hopeless"
+
+
+def test_the_fastest_confirmed_trial_is_the_champion_whoever_ran_it(space):
+    configs = [space.native, space.default, *(config for _, config in space.toggles()[:2])]
+    trials = [StudyTrial(number, "complete", space.to_params(config), 1 / speedup, "", {"confirmed": speedup})
+              for number, (config, speedup) in enumerate(zip(configs, (1.0, 1.2, 1.5, 1.4), strict=True))]
+    judge = Judge(space, Timer(), lambda config: {})
+    judge.recall(trials)
+    assert (judge.champion.config, judge.champion.trial) == (configs[2], 2)
 
 
 class Lucky(Timer):
