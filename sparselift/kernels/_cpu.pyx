@@ -118,7 +118,7 @@ cdef inline bint is_dense(const View* view, int64_t rows, int64_t columns):
 
 
 def refuse(str what):
-    raise TypeError(f"{what} has no plain memory: a sparse, fake, negated or otherwise lazy tensor")
+    raise TypeError(f"{what}: this tensor has no memory of its own (a fake tensor, or a subclass that wraps another)")
 
 
 cdef class Batch:

@@ -91,10 +91,7 @@ def check_rule(table: TableSpec, rule: UpdateRule) -> None:
 
 def check_dense(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raises unless `tensor` is a contiguous float32 CPU tensor of `shape`."""
-    if tensor.dtype is not torch.float32:
-        raise TypeError(f"{what} must be float32; got {dtype_name(tensor.dtype)}")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"{what} must be on the CPU; got {tensor.device}")
+    check_kind(what, tensor, (torch.float32,))
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{what} must have shape {shape}; got {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
@@ -157,24 +154,28 @@ def feature_grads(program: BagProgram, segment: Segment) -> list[Tensor | None]:
 
 def check_rows(what: str, tensor: Tensor, shape: tuple[int, int]) -> None:
     """Raises unless `tensor` is a float32 CPU tensor of `shape`."""
-    if tensor.dtype is not torch.float32:
-        raise TypeError(f"{what} must be float32; got {dtype_name(tensor.dtype)}")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"{what} must be on the CPU; got {tensor.device}")
+    check_kind(what, tensor, (torch.float32,))
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{what} must have shape {shape}; got {tuple(tensor.shape)}")
 
 
 def check_vector(feature: str, what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raises unless `tensor` is a (K,) CPU tensor of one of `dtypes`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"feature {feature!r}: {what} must be a tensor; got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"feature {feature!r}: {what} must be {' or '.join(map(dtype_name, dtypes))}; got {dtype_name(tensor.dtype)}")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"feature {feature!r}: {what} must be on the CPU; got {tensor.device}")
+    check_kind(f"feature {feature!r}: {what}", tensor, dtypes)
     if tensor.dim() != 1:
         raise ValueError(f"feature {feature!r}: {what} must have one dimension; got shape {tuple(tensor.shape)}")
+
+
+def check_kind(what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raises TypeError unless `tensor` is an ordinary CPU tensor of one of `dtypes`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a tensor; got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{what} must be {' or '.join(map(dtype_name, dtypes))}; got {dtype_name(tensor.dtype)}")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{what} must be on the CPU; got {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} must be strided; got {tensor.layout}")
 
 
 def check_lookup_count(feature: str, count: int) -> None:

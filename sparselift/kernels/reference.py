@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -256,6 +257,11 @@ def _apply_one_by_one(table: Tensor, rule: UpdateRule, ids: Tensor, grads: Tenso
         table[rows] = fma(rate, grads[lookups], table[rows])
 
 
+def _sqrt(values: Tensor) -> Tensor:
+    """The nearest float32. torch's comes from a vector library that may be one off."""
+    return torch.from_numpy(np.sqrt(values.numpy()))
+
+
 def _apply(table: Tensor, state: Tensor | None, rule: UpdateRule, rows: Tensor, grads: Tensor) -> None:
     """One step of the rule on `rows`, with the roundings of torch's own optimizers."""
     weights = table[rows]
@@ -270,7 +276,7 @@ def _apply(table: Tensor, state: Tensor | None, rule: UpdateRule, rows: Tensor, 
     eps = torch.tensor(rule.eps, dtype=torch.float32)
     if rule.kind == "adagrad":
         state[rows] += grads * grads
-        table[rows] = fma(rate, grads / (state[rows].sqrt() + eps), weights)
+        table[rows] = fma(rate, grads / (_sqrt(state[rows]) + eps), weights)
     else:
         state[rows] += grads.square().sum(1) / grads.shape[1]
-        table[rows] = weights + grads * (rate / (state[rows].sqrt() + eps))[:, None]
+        table[rows] = weights + grads * (rate / (_sqrt(state[rows]) + eps))[:, None]

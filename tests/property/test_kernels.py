@@ -1,0 +1,135 @@
+"""Kernels against the reference backend on whatever Hypothesis thinks of, and laws that need no reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparselift.kernels import available_backends, get_backend
+from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from tests.contract.naive import Case, random_case, random_grads
+
+BACKENDS = [name for name in available_backends() if name.startswith("cpu-")]
+pytestmark = pytest.mark.skipif(not BACKENDS, reason="the CPU kernels are not built")
+REFERENCE = get_backend("reference")
+knobs = st.builds(TableKnobs, coalesce=st.sampled_from(["chain", "none"]), prefetch=st.integers(0, 40),
+                  partition=st.sampled_from(["bag", "table"]), dedup=st.booleans())
+
+
+@st.composite
+def cases(draw) -> Case:
+    """Real weights, so that an order of summation that differs shows."""
+    dims = draw(st.lists(st.sampled_from([1, 2, 5, 8, 16, 31, 48, 80, 130, 257]), min_size=1, max_size=3))
+    case = random_case(
+        draw(st.integers(0, 2**16)), dims, batch=draw(st.integers(0, 12)), length=draw(st.integers(0, 9)), rows=draw(st.integers(2, 40)),
+        pooling=draw(st.permutations(["sum", "mean", "none"])), padding=draw(st.booleans()), weighted=draw(st.booleans()),
+        include_last=draw(st.booleans()), shared=draw(st.booleans()),
+        index_dtypes=draw(st.sampled_from([[torch.int64], [torch.int32, torch.int64, torch.int64]])))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    case.weights = [torch.randn(w.shape, generator=generator) for w in case.weights]
+    case.sample_weights = [None if w is None else torch.randn(w.shape, generator=generator) for w in case.sample_weights]
+    case.tables = [dataclasses.replace(table, knobs=draw(knobs)) for table in case.tables]
+    return case
+
+
+def backends() -> st.SearchStrategy[str]:
+    return st.sampled_from(BACKENDS)
+
+
+def forward(backend, case: Case) -> list[torch.Tensor]:
+    program = case.compile(backend)
+    batch = case.prepare(program)
+    outputs = case.outputs(batch)
+    program.forward(case.weights, batch, outputs)
+    return outputs
+
+
+class TestAgainstTheReference:
+    @settings(max_examples=60, deadline=None)
+    @given(cases(), backends())
+    def test_forward_has_its_bits(self, case, name):
+        assert all(torch.equal(mine, other) for mine, other in zip(forward(get_backend(name), case), forward(REFERENCE, case)))
+
+    @settings(max_examples=60, deadline=None)
+    @given(cases(), backends(), st.sampled_from(["sgd", "adagrad", "rowwise_adagrad"]), st.booleans(),
+           st.lists(st.sampled_from([None, 0.3, 1.0]), min_size=1, max_size=3))
+    def test_update_has_its_bits(self, case, name, kind, maximize, scales):
+        """But for the row-wise rule, whose mean of squares may be summed in any order."""
+        single = [table.knobs.coalesce == "none" for table in case.tables]
+        rules = [UpdateRule("sgd" if one else kind, 0.1, eps=1e-2, maximize=maximize) for one in single]
+        shapes = {"sgd": lambda t: None, "adagrad": lambda t: torch.ones(t.rows, t.dim), "rowwise_adagrad": lambda t: torch.ones(t.rows)}
+        results = []
+        for backend in (REFERENCE, get_backend(name)):
+            program = case.compile(backend)
+            batch = case.prepare(program)
+            grads = [g * 0.37 for g in random_grads(case, batch, 1)]
+            weights, states = [w.clone() for w in case.weights], [shapes[rule.kind](t) for rule, t in zip(rules, case.tables)]
+            segments = [Segment(batch, grads, None if scale is None else [scale] * len(case.tables)) for scale in scales]
+            program.update(weights, states, rules, segments)
+            results.append((weights, states))
+        for rule, *pair in zip(rules, *(weights for weights, _ in results)):
+            if rule.kind == "rowwise_adagrad":
+                assert torch.allclose(*pair, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(*pair)
+
+    @settings(max_examples=40, deadline=None)
+    @given(cases(), backends())
+    def test_gradients_have_its_bits(self, case, name):
+        results = []
+        for backend in (REFERENCE, get_backend(name)):
+            program = case.compile(backend)
+            batch = case.prepare(program)
+            grads = [g * 0.37 for g in random_grads(case, batch, 1)]
+            segments = [Segment(batch, grads), Segment(batch, grads, [0.3] * len(case.tables))]
+            results.append([part for table in range(len(case.tables))
+                            for part in (*program.expanded_grad(table, segments), *program.coalesced_grad(table, segments))])
+        assert all(torch.equal(mine, other) for mine, other in zip(*results))
+
+
+class TestLaws:
+    @settings(max_examples=30, deadline=None)
+    @given(st.integers(0, 2**16), backends(), st.data())
+    def test_permuting_bags_permutes_outputs(self, seed, name, data):
+        case = random_case(seed, (19,), batch=6)
+        order = data.draw(st.permutations(range(6)))
+        bounds = case.bounds(0)
+        pieces = [case.indices[0][bounds[bag]:bounds[bag + 1]] for bag in order]
+        shuffled = dataclasses.replace(case, indices=[torch.cat(pieces)],
+                                       offsets=[torch.tensor([0, *np.cumsum([len(piece) for piece in pieces])[:-1]])])
+        backend = get_backend(name)
+        assert torch.equal(forward(backend, shuffled)[0], forward(backend, case)[0][list(order)])
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.integers(0, 2**16), backends(), st.integers(1, 69))
+    def test_column_shards_concatenate(self, seed, name, cut):
+        case = random_case(seed, (70,), batch=6)
+        case.weights = [torch.randn(case.weights[0].shape, generator=torch.Generator().manual_seed(seed))]
+        backend = get_backend(name)
+        shards = []
+        for part in (case.weights[0][:, :cut], case.weights[0][:, cut:]):
+            table = TableSpec("t", case.tables[0].rows, part.shape[1])
+            shards.append(dataclasses.replace(case, tables=[table], weights=[part.contiguous()]))
+        parts = [forward(backend, shard)[0] for shard in shards]
+        assert torch.equal(torch.cat(parts, 1), forward(backend, case)[0])
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.integers(0, 2**16), backends())
+    def test_an_update_with_the_expanded_gradient_is_the_update(self, seed, name):
+        case = random_case(seed, (12,), batch=9, pooling=["mean"], padding=True)
+        backend = get_backend(name)
+        program = case.compile(backend)
+        batch = case.prepare(program)
+        segment = Segment(batch, random_grads(case, batch, seed))
+        ids, values = program.expanded_grad(0, [segment])
+        flat = backend.compile(case.tables, [FeatureSpec("flat", 0, "none")])
+        mine, other = case.weights[0].clone(), case.weights[0].clone()
+        rule = [UpdateRule("sgd", 0.3)]
+        program.update([mine], [None], rule, [segment])
+        flat.update([other], [None], rule, [Segment(flat.prepare([ids], [1]), [values])])
+        assert torch.equal(mine, other)
