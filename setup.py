@@ -35,7 +35,7 @@ class BuildKernels(build_ext):
     """Compiles each source with the flags of its instruction set."""
 
     def build_extension(self, ext: Extension) -> None:
-        extra = SANITIZER_FLAGS if SANITIZE else []
+        extra = SANITIZER_FLAGS if SANITIZE else ["-g0"]       # Python's own flags ask for debug symbols: most of a wheel's size
         objects = []
         for source in KERNEL_SOURCES[ext.name]:
             objects += self.compiler.compile([source], output_dir=self.build_temp, include_dirs=["csrc"],

@@ -37,7 +37,7 @@ def summary(plan: Plan, out: Path, status: str) -> str:
     lines = [_times(plan.evidence), ""] if plan.evidence.native else []
     lines.append(labelled([
         ("plan", f"{plan.config.path}, {plan.evidence.status}" + (f": {plan.evidence.note}" if plan.evidence.note else "")),
-        ("equivalence", plan.equivalence + ("" if plan.certificate else ", not certified")),
+        ("equivalence", plan.equivalence + ("" if plan.certificate or plan.config.path == "native" else ", not certified")),
         ("saved", str(out)),
     ]))
     if status == "interrupted":
