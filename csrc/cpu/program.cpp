@@ -9,6 +9,11 @@ namespace sparselift {
 namespace {
 
 constexpr size_t kPage = 4096;
+#ifdef __SANITIZE_ADDRESS__
+constexpr size_t kSlack = SIZE_MAX;                      // none: an access past the end is to be seen
+#else
+constexpr size_t kSlack = 4;                             // a quarter more than asked for: batches vary in size
+#endif
 constexpr size_t kMaxIdleBytes = size_t{256} << 20;      // of batches that came back
 
 const Kernels* kernels_of(int32_t isa) {
@@ -30,7 +35,8 @@ void* Buffer::reserve(size_t bytes) {
     if (bytes <= bytes_) return data_;
     aligned_free(data_, bytes_);
     bytes_ = 0;
-    const size_t wanted = (bytes + bytes / 4 + kPage - 1) / kPage * kPage;      // batches vary in size
+    size_t wanted = bytes + bytes / kSlack;
+    if (wanted >= kPage) wanted = (wanted + kPage - 1) / kPage * kPage;
     data_ = aligned_allocate(wanted);
     if (!data_) throw std::bad_alloc();
     bytes_ = wanted;
