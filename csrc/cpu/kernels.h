@@ -49,6 +49,7 @@ struct Source {
     int64_t grad_stride;
     float scale;
     int32_t plain;            // no weights, no inverse and a scale of 1: gradient rows are used as they are
+    int32_t pack;             // copied side by side before the chains are walked
     int32_t first;
     int32_t last;
 };

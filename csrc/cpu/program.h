@@ -64,9 +64,9 @@ struct UpdateTask {
     int64_t cost;
 };
 
-/// Where a table's sources begin and end in sl_program::sources, and how many lookups they hold.
+/// Where a table's sources begin and end in sl_program::sources, how many lookups they hold, and floats to pack.
 struct SourceRange {
-    int64_t begin, end, lookups;
+    int64_t begin, end, lookups, packed;
 };
 
 }  // namespace sparselift

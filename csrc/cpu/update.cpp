@@ -15,9 +15,17 @@ constexpr double kBalanced = 1.1;                // busiest thread over the mean
 constexpr int64_t kMaxPackedFloats = 1 << 18;    // 1 MiB
 constexpr int64_t kLinkCost = 16;                // of scanning a lookup that may be another part's, in floats moved
 
+/// Whether to copy the gradient rows of a source side by side first. In one matrix for all features they lie a page or more apart:
+/// bags of several ids read each of them several times, which pays for the copy while all copies of a table fit the cache.
+bool is_worth_packing(const Source& source, int64_t dim, int64_t packed) {
+    const Lookups& lookups = source.lookups;
+    return source.grad_stride != dim && lookups.count >= 2 * lookups.num_bags && packed + lookups.num_bags * dim <= kMaxPackedFloats;
+}
+
 /// Appends the sources of a table: its features' gradients, segment by segment. Throws std::length_error.
 SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment* segments, int64_t num_segments) {
-    SourceRange range{static_cast<int64_t>(program.sources.size()), 0, 0};
+    SourceRange range{static_cast<int64_t>(program.sources.size()), 0, 0, 0};
+    const int64_t dim = program.tables[static_cast<size_t>(table)].dim;
     for (int64_t s = 0; s < num_segments; ++s) {
         const sl_segment& segment = segments[s];
         for (int32_t f : program.table_features[static_cast<size_t>(table)]) {
@@ -34,6 +42,8 @@ SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment*
             source.first = static_cast<int32_t>(range.lookups);
             range.lookups += lookups.count;
             source.last = static_cast<int32_t>(range.lookups);
+            source.pack = is_worth_packing(source, dim, range.packed);
+            if (source.pack) range.packed += lookups.num_bags * dim;
             program.sources.push_back(source);
         }
     }
@@ -89,34 +99,22 @@ UpdateArgs arguments(const sl_program& program, int64_t table, const SourceRange
     return args;
 }
 
-/// Whether to copy the gradient rows of a source side by side first. In one matrix for all features they lie a page or more apart:
-/// bags of several ids read each of them several times, which pays for the copy while it fits the cache.
-bool is_packed(const Source& source, int64_t dim) {
-    const Lookups& lookups = source.lookups;
-    return source.grad_stride != dim && lookups.count >= 2 * lookups.num_bags && lookups.num_bags * dim <= kMaxPackedFloats;
-}
-
 /// Sizes for one table; a row is written past the last one before it is counted.
 void reserve(Workspace& workspace, const sl_program& program, int64_t t, const SourceRange& range) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
-    int64_t packed = 0;
-    for (int64_t s = range.begin; s < range.end; ++s) {
-        const Source& source = program.sources[static_cast<size_t>(s)];
-        if (is_packed(source, table.dim)) packed += source.lookups.num_bags * table.dim;
-    }
     workspace.nodes.of<Node>(static_cast<size_t>(range.lookups));
     workspace.rows.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
     workspace.scratch.of<float>(static_cast<size_t>(table.dim));
-    workspace.packed.of<float>(static_cast<size_t>(packed));
+    workspace.packed.of<float>(static_cast<size_t>(range.packed));
     workspace.sources.reserve(static_cast<size_t>(range.end - range.begin));
 }
 
-/// Packs what is worth it and lets `args` read it.
+/// Packs the sources that say so and lets `args` read the copies.
 void pack(UpdateArgs& args, const Kernels& kernels, Workspace& workspace) {
     workspace.sources.assign(args.sources, args.sources + args.num_sources);
     float* packed = workspace.packed.of<float>(0);
     for (Source& source : workspace.sources) {
-        if (!is_packed(source, args.dim)) continue;
+        if (!source.pack) continue;
         kernels.pack_grads(source, args.dim, packed);
         source.grad = packed;
         source.grad_stride = args.dim;

@@ -49,6 +49,12 @@ def forward(backend, case: Case) -> list[torch.Tensor]:
     return outputs
 
 
+def arrived(case: Case, batch, shared: bool) -> torch.Tensor | list[torch.Tensor]:
+    """Real gradients, a tensor a feature or in one buffer (features of one batch size alone have one)."""
+    grads = [g * 0.37 for g in random_grads(case, batch, 1)]
+    return torch.cat(grads, 1) if shared and len(set(batch.num_bags)) == 1 else grads
+
+
 class TestAgainstTheReference:
     @settings(max_examples=60, deadline=None)
     @given(cases(), backends())
@@ -57,8 +63,8 @@ class TestAgainstTheReference:
 
     @settings(max_examples=60, deadline=None)
     @given(cases(), backends(), st.sampled_from(["sgd", "adagrad", "rowwise_adagrad"]), st.booleans(),
-           st.lists(st.sampled_from([None, 0.3, 1.0]), min_size=1, max_size=3))
-    def test_update_has_its_bits(self, case, name, kind, maximize, scales):
+           st.lists(st.sampled_from([None, 0.3, 1.0]), min_size=1, max_size=3), st.booleans())
+    def test_update_has_its_bits(self, case, name, kind, maximize, scales, shared):
         """But for the row-wise rule, whose mean of squares may be summed in any order."""
         single = [table.knobs.coalesce == "none" for table in case.tables]
         rules = [UpdateRule("sgd" if one else kind, 0.1, eps=1e-2, maximize=maximize) for one in single]
@@ -67,7 +73,7 @@ class TestAgainstTheReference:
         for backend in (REFERENCE, get_backend(name)):
             program = case.compile(backend)
             batch = case.prepare(program)
-            grads = [g * 0.37 for g in random_grads(case, batch, 1)]
+            grads = arrived(case, batch, shared)
             weights, states = [w.clone() for w in case.weights], [shapes[rule.kind](t) for rule, t in zip(rules, case.tables)]
             segments = [Segment(batch, grads, None if scale is None else [scale] * len(case.tables)) for scale in scales]
             program.update(weights, states, rules, segments)
@@ -79,13 +85,13 @@ class TestAgainstTheReference:
                 assert torch.equal(*pair)
 
     @settings(max_examples=40, deadline=None)
-    @given(cases(), backends())
-    def test_gradients_have_its_bits(self, case, name):
+    @given(cases(), backends(), st.booleans())
+    def test_gradients_have_its_bits(self, case, name, shared):
         results = []
         for backend in (REFERENCE, get_backend(name)):
             program = case.compile(backend)
             batch = case.prepare(program)
-            grads = [g * 0.37 for g in random_grads(case, batch, 1)]
+            grads = arrived(case, batch, shared)
             segments = [Segment(batch, grads), Segment(batch, grads, [0.3] * len(case.tables))]
             results.append([part for table in range(len(case.tables))
                             for part in (*program.expanded_grad(table, segments), *program.coalesced_grad(table, segments))])
