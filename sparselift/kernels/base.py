@@ -50,7 +50,8 @@ class FeatureSpec:
     table: int                     # position in the program's tables
     pooling: str = "sum"           # "sum", "mean"; "none": every id is a bag of its own
     column: int = 0                # first output column, when the output is one shared buffer
-    padding_idx: int | None = None  # 0 <= padding_idx < rows: ids that count for nothing, neither in sums nor in means
+    padding_idx: int | None = None  # 0 <= padding_idx < rows: ids that count for nothing, in sums, means and gradients. Pooling
+                                    # "none" still gives their row, as nn.Embedding does
     include_last_offset: bool = False  # offsets are (B + 1,), the last one K, instead of (B,)
     weighted: bool = False         # the lookup multiplies each row by its per-sample weight (sum only)
 
