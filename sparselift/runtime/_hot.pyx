@@ -4,7 +4,7 @@ Nothing here touches memory of a tensor; every fact is read through torch's publ
 """
 
 from cpython.object cimport PyObject
-from torch import Tensor
+from torch import Tensor, float32, is_grad_enabled
 from torch.nn import Parameter
 
 from sparselift.grad import GradState, PendingGrad
@@ -41,14 +41,22 @@ cdef class Served:
     cdef long long indices_version, offsets_version, sample_weights_version, weight_version
     cdef bint grad_mode
 
+    cdef bint is_for(self, indices, offsets, sample_weights) except -1:
+        """Whether these are the very tensors, none of them written to since."""
+        return (same(indices, self.indices) and same(offsets, self.offsets) and same(sample_weights, self.sample_weights)
+                and version_of(indices) == self.indices_version and version_of(offsets) == self.offsets_version
+                and version_of(sample_weights) == self.sample_weights_version)
+
 
 cdef class Slots:
     """Results that wait for one module."""
 
     cdef list waiting
+    cdef object module
 
-    def __init__(self):
+    def __init__(self, module):
         self.waiting = []
+        self.module = module
 
     def __len__(self):
         return len(self.waiting)
@@ -56,8 +64,8 @@ cdef class Slots:
     def clear(self):
         self.waiting.clear()
 
-    def take(self, indices, offsets, sample_weights, weight, bint grad_mode):
-        """The result for these very tensors, none of them written to since; None if there is none.
+    def take(self, indices, offsets, sample_weights):
+        """The result for these very tensors and the module's weight, none of them written to since; None if there is none.
 
         Each result is handed out once.
         """
@@ -65,20 +73,25 @@ cdef class Slots:
         cdef Py_ssize_t place
         for place in range(len(self.waiting)):
             served = <Served>self.waiting[place]
-            if (same(indices, served.indices) and same(offsets, served.offsets) and same(sample_weights, served.sample_weights)
-                    and weight is served.weight and served.grad_mode == grad_mode
-                    and version_of(indices) == served.indices_version and version_of(offsets) == served.offsets_version
-                    and version_of(sample_weights) == served.sample_weights_version
-                    and version_of(weight) == served.weight_version):
+            if (served.is_for(indices, offsets, sample_weights) and served.weight is self.module._parameters.get("weight")
+                    and version_of(served.weight) == served.weight_version and served.grad_mode == is_grad_enabled()):
                 del self.waiting[place]
                 return served.output
         return None
 
 
-def serve(slots, indices, offsets, sample_weights, weights, outputs, bint grad_mode):
+def clear_all(slots):
+    """Drop what no module asked for."""
+    for each in slots:
+        if (<Slots>each).waiting:
+            (<Slots>each).waiting.clear()
+
+
+def serve(slots, indices, offsets, sample_weights, weights, outputs):
     """Leave each output with its module. All sequences have one entry a feature."""
     cdef Served served
     cdef Py_ssize_t place
+    cdef bint grad_mode = is_grad_enabled()
     for place in range(len(outputs)):
         served = Served.__new__(Served)
         served.indices, served.offsets, served.sample_weights = indices[place], offsets[place], sample_weights[place]
@@ -90,12 +103,48 @@ def serve(slots, indices, offsets, sample_weights, weights, outputs, bint grad_m
         (<Slots>slots[place]).waiting.append(served)
 
 
-def are_plain(weights):
-    """Whether these are parameters whose gradient nobody watches: a hook must see it arrive, so torch has to carry it."""
-    for weight in weights:
-        if type(weight) is not Parameter or weight._backward_hooks or weight._post_accumulate_grad_hooks:
-            return False
+def label(pieces, is_lookup, kind, buffer):
+    """The pieces that are lookups, of class `kind` and knowing their place in `buffer`."""
+    cdef Py_ssize_t place
+    cdef list lookups = []
+    for place in range(len(pieces)):
+        if is_lookup[place]:
+            piece = pieces[place]
+            piece.__class__ = kind
+            piece._part = (buffer, place)
+            lookups.append(piece)
+    return lookups
+
+
+def are_labelled(parts, is_lookup, kind, buffer):
+    """Whether these are all pieces of `buffer`, each in its place, as `label` left them; where no lookup belongs, anything may be."""
+    cdef Py_ssize_t place
+    cdef tuple own
+    if len(parts) != len(is_lookup):
+        return False
+    for place in range(len(parts)):
+        if is_lookup[place]:
+            piece = parts[place]
+            if type(piece) is not kind:
+                return False
+            own = piece._part
+            if own[0] is not buffer or own[1] != place:
+                return False
     return True
+
+
+def plain_weights(owners):
+    """The weights of these modules, if all are parameters whose gradient nobody watches; else None.
+
+    A hook must see the gradient arrive, so torch has to carry it.
+    """
+    cdef list found = []
+    for owner in owners:
+        weight = owner._parameters.get("weight")
+        if type(weight) is not Parameter or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            return None
+        found.append(weight)
+    return found
 
 
 def trainable(weights):
@@ -166,20 +215,66 @@ def pending(params):
     return found
 
 
-def hide_all(found, fused, hidden):
-    """Hide all gradients that `pending` found, if all are of `fused` tables and of the same backwards of one program; else none."""
-    arrived = None
-    for _, _, state in found:
-        if arrived is None:
-            if not consists_of_lookups(state):
-                return False
-            arrived = state.arrived
-        if state.arrived is not arrived or state.value is not None or state.table not in fused:
-            return False
-    for weight, grad, _ in found:
+cdef class Arranged:
+    """The pending tables of one param group, arranged for one call of their program: a place a table of the program."""
+
+    cdef readonly tuple arrived
+    cdef readonly list pairs        # (weight, gradient)
+    cdef readonly list weights      # a place; None where a table is not among them
+    cdef readonly list sums         # a place; Adagrad's state, else None
+    cdef readonly list counters     # the optimizer's step counts
+    cdef readonly bint sparse
+
+
+def arrange(params, states, sum_dims, fused):
+    """The usual step of a param group: every pending gradient is what the same backwards of one program left, and is of a fused table.
+
+    None where there is any other pending gradient, or none at all: then each table takes a decision of its own. `states` is the
+    optimizer's; `sum_dims` is how many dimensions of the weight its sums have, 0 for a rule without sums.
+    """
+    cdef Arranged group = Arranged.__new__(Arranged)
+    cdef dict place
+    group.pairs, group.counters = [], []
+    for weight in params:
+        grad = weight.grad
+        if type(grad) is not PendingGrad:
+            continue
+        state = grad._state
+        if group.arrived is None:
+            if not state.arrived or not consists_of_lookups(state):
+                return None
+            group.arrived, group.sparse = state.arrived, state.sparse
+            place = group.arrived[0].place
+            group.weights, group.sums = [None] * len(place), [None] * len(place)
+        if (state.arrived is not group.arrived or state.value is not None or state.scales is not None or state.sparse != group.sparse
+                or state.table not in fused):
+            return None
+        position = place[state.table]
+        if sum_dims:
+            shape = state.shape if sum_dims == 2 else state.shape[:1]
+            own = states.get(weight)
+            if own is None:
+                return None
+            total = own.get("sum")
+            if type(total) is not Tensor or total.dtype is not float32 or total.shape != shape or not total.is_contiguous():
+                return None
+            group.sums[position] = total
+            group.counters.append(own["step"])
+        group.weights[position] = weight
+        group.pairs.append((weight, grad))
+    return group if group.pairs else None
+
+
+def hide(pairs):
+    """Take pending gradients out of torch's sight."""
+    for weight, _ in pairs:
         weight.grad = None
-        hidden.append((weight, grad))
-    return True
+
+
+def show(pairs):
+    """Put them back."""
+    for weight, grad in pairs:
+        weight.grad = grad
 
 
 def consists_of_lookups(state):

@@ -1,66 +1,95 @@
 """Lookups that are written straight into the buffer of the `torch.cat` that consumes them.
 
 The prelude writes all lookups of a concat into one buffer. What the modules hand out are slices of it, of a Tensor
-subclass that knows its buffer: `torch.cat` of exactly these slices, in order, is the buffer itself. Any other use of
-a slice is an ordinary use of an ordinary tensor.
+subclass that knows its buffer: `torch.cat` of exactly these slices, in order, is the buffer itself. A slice that was used
+for anything else before makes it an ordinary `torch.cat`; one that is used afterwards is copied first. So no value, no
+hook and no saved tensor ever depends on memory that something else may write to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from sparselift.runtime._hot import are_labelled, label
 
 _CATS = {torch.cat, torch.concat, torch.concatenate}
+_FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")} | {
+    Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.__len__}
+_WATCHES = {Tensor.register_hook, Tensor.retain_grad}
+
+
+class ConcatLayout:
+    """Where the parts of a concat lie in its buffer.
+
+    Attributes
+    ----------
+    widths     (parts,) columns of each
+    is_lookup  (parts,) whether it is one of the fused lookups
+    others     (place, first column, width) of each part that is none
+    """
+
+    __slots__ = ("is_lookup", "others", "widths")
+
+    def __init__(self, widths: Sequence[int], is_lookup: Sequence[bool]) -> None:
+        self.widths, self.is_lookup = tuple(widths), tuple(is_lookup)
+        starts = (0, *accumulate(widths))
+        self.others = tuple((place, starts[place], width) for place, width in enumerate(widths) if not is_lookup[place])
 
 
 class ConcatBuffer:
-    """The (B, width) output of one fused call, and how it was laid out for a concat.
+    """The (B, width) output of one fused call, laid out for a concat.
 
     The slices refer to their buffer, never the other way round: a cycle would keep the memory until the next garbage
     collection.
     """
 
-    __slots__ = ("is_lookup", "raw", "result", "whole", "widths")
+    __slots__ = ("layout", "raw", "result", "used", "whole")
 
-    def __init__(self, whole: Tensor, raw: Tensor, is_lookup: Sequence[bool], widths: Sequence[int]) -> None:
+    def __init__(self, whole: Tensor, raw: Tensor, layout: ConcatLayout) -> None:
         """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths)."""
-        self.whole, self.raw, self.is_lookup, self.widths = whole, raw, is_lookup, widths
+        self.whole, self.raw, self.layout = whole, raw, layout
         self.result: Tensor | None = None
+        self.used = False          # a slice was used by something that is no concat
 
     def slices(self) -> list[Tensor]:
-        """One (B, n) tensor a part. Those of lookups are PooledSlices."""
-        pieces = self.whole.split(self.widths, 1)
-        for place, piece in enumerate(pieces):
-            if self.is_lookup[place]:
-                piece.__class__ = PooledSlice
-                piece._part = self, place
-        return list(pieces)
+        """One (B, n) tensor a lookup."""
+        # No views for autograd: a module's output may be modified in place, which torch forbids for the views that `split` makes.
+        pieces = self.whole.unsafe_split_with_sizes(self.layout.widths, 1)
+        return label(pieces, self.layout.is_lookup, PooledSlice, self)
 
     def joined(self, parts: Sequence[Any]) -> Tensor | None:
-        """The concat of `parts`, if it is the one that this buffer was laid out for and nobody has it yet."""
-        if self.result is not None or len(parts) != len(self.widths):
+        """The concat of `parts`, if it is the one that this buffer was laid out for and nobody has it or its slices yet."""
+        if self.used or self.result is not None or not are_labelled(parts, self.layout.is_lookup, PooledSlice, self):
             return None
-        others: list[Tensor] = []
-        for place, part in enumerate(parts):
-            if self.is_lookup[place]:
-                if type(part) is not PooledSlice or part._part[0] is not self or part._part[1] != place:
-                    return None
-            elif (type(part) is not Tensor or part.dtype != torch.float32 or not part.is_cpu
-                  or part.shape != (len(self.raw), self.widths[place])):
+        if not self.layout.others:
+            self.result = self.whole
+            return self.result
+        others = [parts[place] for place, _, _ in self.layout.others]
+        for part, (_, _, width) in zip(others, self.layout.others):
+            if type(part) is not Tensor or part.dtype != torch.float32 or not part.is_cpu or part.shape != (len(self.raw), width):
                 return None
-            else:
-                others.append(part)
-        self.result = FillConcat.apply(self.raw, self.is_lookup, self.widths, self.whole, *others) if others else self.whole
+        self.result = FillConcat.apply(self.raw, self.layout, self.whole, *others)
         return self.result
 
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError if the concat was modified in place: a slice would then show the change, where torch's would not."""
-        if self.result is not None and self.result._version:
-            raise RuntimeError("a lookup's output was used after the torch.cat that consumed it was modified in place; this concat "
-                               "shares their memory: tune with deny=('concat',)")
+    def lend(self, part: PooledSlice, copies: dict[int, Tensor]) -> Tensor:
+        """The slice for a use that is no concat: itself before the concat, a copy after it."""
+        if self.result is None:
+            self.used = True
+            return part
+        if self.result._version:
+            raise RuntimeError("a lookup's output was used after the torch.cat that consumed it was modified in place; " + _SHARED)
+        if id(part) not in copies:
+            copies[id(part)] = part.clone()
+        return copies[id(part)]
+
+
+_SHARED = "this concat shares its memory: tune with deny=('concat',)"
 
 
 class PooledSlice(Tensor):
@@ -71,16 +100,24 @@ class PooledSlice(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            parts = args[0] if args else None
-            if func in _CATS and isinstance(parts, (list, tuple)) and _dim(args, kwargs) in (1, -1):
-                first = next(p for p in parts if type(p) is PooledSlice)
-                joined = first._part[0].joined(parts)
+            if func in _CATS and args and isinstance(args[0], (list, tuple)) and _dim(args, kwargs) in (1, -1):
+                first = next((part for part in args[0] if type(part) is PooledSlice), None)
+                joined = None if first is None else first._part[0].joined(args[0])
                 if joined is not None:
                     return joined
-            for part in parts if isinstance(parts, (list, tuple)) else args:
-                if type(part) is PooledSlice:
-                    part._part[0].check_unchanged()
-            return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {})) if func in _FACTS else _use(func, args, kwargs or {})
+
+
+def _use(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on slices as if they were tensors of their own. Raises RuntimeError where they no longer can be."""
+    copies: dict[int, Tensor] = {}
+    args, kwargs = tree_map_only(PooledSlice, lambda part: part._part[0].lend(part, copies), (args, kwargs))
+    if copies and func in _WATCHES:
+        raise RuntimeError(f"{func.__name__} on a lookup's output came after the torch.cat that consumed it; {_SHARED}")
+    result = func(*args, **kwargs)
+    if any(copy._version for copy in copies.values()):
+        raise RuntimeError("a lookup's output was modified in place after the torch.cat that consumed it; " + _SHARED)
+    return result
 
 
 def _dim(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -94,16 +131,12 @@ class FillConcat(torch.autograd.Function):
     """Copies the parts of a concat that are no lookups into their columns of the buffer."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, is_lookup: Sequence[bool], widths: Sequence[int], whole: Tensor,
-                *others: Tensor) -> Tensor:
-        ctx.spans, start, remaining = [], 0, iter(others)
-        for lookup, width in zip(is_lookup, widths):
-            if not lookup:
-                raw[:, start:start + width] = next(remaining)
-                ctx.spans.append((start, start + width))
-            start += width
+    def forward(ctx: Any, raw: Tensor, layout: ConcatLayout, whole: Tensor, *others: Tensor) -> Tensor:
+        ctx.layout = layout
+        for part, (_, start, width) in zip(others, layout.others):
+            raw[:, start:start + width] = part
         return raw.data                         # no view of `whole`: torch.cat's output may be modified in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, None, grad, *(grad[:, start:stop] for start, stop in ctx.spans)
+        return None, None, grad, *(grad[:, start:start + width] for _, start, width in ctx.layout.others)

@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_dynamo_compiling
 
-from sparselift.ir import Concat, Feature, Structure, Table
-from sparselift.runtime._hot import Slots, TableGrad, are_plain, serve
+from sparselift.ir import Concat, Feature, Structure
+from sparselift.runtime._hot import Slots, TableGrad, clear_all, plain_weights, serve
 from sparselift.runtime.groups import LookupGroup
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
 log = logging.getLogger("sparselift")
+
+_Ends = tuple[list[Slots], list[TableGrad]]     # one slot a feature, one gradient a table
 
 ODD_WEIGHT = "its weight is not an nn.Parameter of the recorded table, or has hooks"
 
@@ -38,6 +42,7 @@ class Runtime:
         self.asides: Counter[tuple[str, str]] = Counter()     # (feature, why): lookups that did not come from the prelude
         self.updates: Counter[tuple[str, str]] = Counter()    # (table, how): steps of its optimizer
         self._make_grads()
+        self._slots: list[Slots] | None = None
         self.forwards = {name: _lifted(self, module, [f for f in structure.features if f.module == name])
                          for name, module in modules.items()}
         self.preludes = [Prelude(self, group) for group in schedule.groups if group.prelude]
@@ -46,34 +51,34 @@ class Runtime:
         self.grads = {name: TableGrad(table) for name, table in self.tables.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "grads"}
+        return {**{key: value for key, value in self.__dict__.items() if key != "grads"}, "_slots": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_grads()
+
+    @property
+    def slots(self) -> list[Slots]:
+        """Where results wait, one a lifted module."""
+        if self._slots is None:
+            self._slots = [forward.slots for forward in self.forwards.values()]
+        return self._slots
 
     def group(self, features: Sequence[Feature], concat: Concat | None = None) -> LookupGroup:
         """A group over these features and the tables that they read."""
         names = dict.fromkeys(feature.table for feature in features)
         return LookupGroup(features, [self.tables[name] for name in names], concat, {n: self.knobs[n] for n in names}, self.backend)
 
-    def weights(self, tables: Sequence[Table]) -> list[Tensor] | None:
-        """The tables' parameters, or None if a fused lookup must not read one of them."""
-        found: list[Any] = [self.owners[table.name]._parameters.get("weight") for table in tables]
-        return found if are_plain(found) else None
-
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root forward's pre-hook."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling() and not _transforming():
             for prelude in self.preludes:
                 prelude.run(args, kwargs)
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """The root forward's hook: results that no module asked for go."""
-        if not torch.compiler.is_compiling():
-            for forward in self.forwards.values():
-                if forward.slots:
-                    forward.slots.clear()
+        if not is_compiling():
+            clear_all(self.slots)
 
     def aside(self, feature: str, why: str) -> None:
         """Count a lookup that did not come from the prelude; the first of a kind is logged."""
@@ -88,40 +93,40 @@ class Prelude:
     def __init__(self, runtime: Runtime, schedule: GroupSchedule) -> None:
         structure = runtime.structure
         self.runtime = runtime
-        self._slots: list[Slots] | None = None
+        self._ends: _Ends | None = None
         concat = next((c for c in structure.concats if c.name == schedule.concat), None)
         self.group = runtime.group([structure.feature(name) for name in schedule.features], concat)
+        self.owners = [runtime.owners[table.name] for table in self.group.tables]
         self.forwards = [runtime.forwards[feature.module] for feature in self.group.features]
         for forward in self.forwards:
             forward.in_prelude = True
 
     @property
-    def slots(self) -> list[Slots]:
-        """Where the results go, one a feature."""
-        if self._slots is None:
-            self._slots = [forward.slots for forward in self.forwards]
-        return self._slots
+    def ends(self) -> _Ends:
+        """What the results go to, and the gradients."""
+        if self._ends is None:
+            self._ends = [forward.slots for forward in self.forwards], [self.runtime.grads[table.name] for table in self.group.tables]
+        return self._ends
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_slots": None}
+        return {**self.__dict__, "_ends": None}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look up everything and leave each result with its module; or nothing, and say why."""
-        runtime, group = self.runtime, self.group
-        weights = runtime.weights(group.tables)
+        group = self.group
+        weights = plain_weights(self.owners)
         if weights is None:
             return
-        grads = [runtime.grads[name] for name in group.place]
+        slots, grads = self.ends
         try:
             indices, offsets, sample_weights = group.fetch(args, kwargs)
             outputs = group.run(weights, grads, indices, offsets, sample_weights)
         except (LookupError, AttributeError, TypeError, ValueError) as reason:
             # The forward was called in another way than the recorded one, or its ids are wrong: the modules, which see
             # what they are really given, decide and raise.
-            runtime.aside(group.features[0].name, f"the prelude could not use the arguments of the forward: {reason}")
+            self.runtime.aside(group.features[0].name, f"the prelude could not use the arguments of the forward: {reason}")
             return
-        by_feature = [weights[t] for t in group.table_of]
-        serve(self.slots, indices, offsets, sample_weights, by_feature, outputs, torch.is_grad_enabled())
+        serve(slots, indices, offsets, sample_weights, [weights[t] for t in group.table_of], outputs)
 
 
 class LiftedForward:
@@ -130,7 +135,7 @@ class LiftedForward:
     def __init__(self, runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> None:
         self.runtime, self.module, self.features = runtime, module, tuple(features)
         self.in_prelude = False
-        self.slots = Slots()
+        self.slots = Slots(module)
         self.alone: dict[tuple[str, bool], LookupGroup] = {}  # by form and whether weighted
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,18 +143,18 @@ class LiftedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.slots, self.alone = Slots(), {}
+        self.slots, self.alone = Slots(self.module), {}
 
     def by_itself(self, form: str, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
         """One fused lookup of this module alone, or None where only torch's forward means what it should."""
         runtime, feature = self.runtime, self.features[0]
-        if torch.compiler.is_compiling():                     # torch.export, without dynamo
+        if is_compiling() or _transforming():                 # torch.export, without dynamo
             return None
         if not isinstance(ids, Tensor) or not ids.is_cpu or ids.dtype not in (torch.int64, torch.int32):
             runtime.aside(feature.name, "torch's forward ran: the ids are no int32 or int64 tensor on the CPU")
             return None
         table = runtime.tables[feature.table]
-        weights = runtime.weights([table])
+        weights = plain_weights([runtime.owners[table.name]])
         if weights is None or weights[0] is not self.module._parameters.get("weight") \
                 or weights[0].dtype != torch.float32 or weights[0].shape != (table.rows, table.dim) or not weights[0].is_cpu:
             runtime.aside(feature.name, f"torch's forward ran: {ODD_WEIGHT}")
@@ -169,16 +174,15 @@ class LiftedBag(LiftedForward):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """As torch.nn.EmbeddingBag.forward."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return type(self.module).forward(self.module, input, offsets, per_sample_weights)
-        output = self.slots.take(input, offsets, per_sample_weights, self.module._parameters.get("weight"), torch.is_grad_enabled())
-        if output is None:
-            form = self._form(input, offsets, per_sample_weights)
-            if form is not None:
-                output = self.by_itself(form, input, offsets, per_sample_weights)
-        if output is None:
-            return type(self.module).forward(self.module, input, offsets, per_sample_weights)
-        return output
+        output = self.slots.take(input, offsets, per_sample_weights)
+        if output is not None:
+            return output
+        form = self._form(input, offsets, per_sample_weights)
+        if form is not None:
+            output = self.by_itself(form, input, offsets, per_sample_weights)
+        return type(self.module).forward(self.module, input, offsets, per_sample_weights) if output is None else output
 
     def _form(self, ids: Any, offsets: Any, sample_weights: Any) -> str | None:
         """How the ids make bags; None for a call that torch's forward refuses."""
@@ -200,12 +204,17 @@ class LiftedEmbedding(LiftedForward):
 
     def forward(self, input: Tensor) -> Tensor:
         """As torch.nn.Embedding.forward."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return type(self.module).forward(self.module, input)
-        output = self.slots.take(input, None, None, self.module._parameters.get("weight"), torch.is_grad_enabled())
+        output = self.slots.take(input, None, None)
         if output is None:
             output = self.by_itself("ids", input, None, None)
         return type(self.module).forward(self.module, input) if output is None else output
+
+
+def _transforming() -> bool:
+    """Whether more than values is asked of a forward: kernels give nothing else."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _lifted(runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> LiftedBag | LiftedEmbedding:

@@ -18,7 +18,7 @@ from sparselift.kernels import get_backend
 from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableKnobs, TableSpec
 from sparselift.memory import OutputRing
 from sparselift.runtime._hot import TableGrad, accumulate, trainable
-from sparselift.runtime.concat import ConcatBuffer
+from sparselift.runtime.concat import ConcatBuffer, ConcatLayout
 from sparselift.runtime.inputs import Fetch, compile_fetch
 from sparselift.schedule import TableSchedule
 
@@ -40,7 +40,7 @@ class LookupGroup:
         self.place = {name: position for position, name in enumerate(names)}
         self.table_of = tuple(self.place[feature.table] for feature in features)
         self.widths = self._widths()
-        self.is_lookup = () if concat is None else tuple(isinstance(part, str) for part in concat.parts)
+        self.layout = None if concat is None else ConcatLayout(self.widths, [isinstance(part, str) for part in concat.parts])
         self.is_flat = all(feature.form == "offsets" for feature in features)
         self.has_weights = any(feature.weighted for feature in features)
         self.calls = 0
@@ -91,7 +91,7 @@ class LookupGroup:
     def _feature_specs(self) -> list[FeatureSpec]:
         columns, start = [], 0
         for place, width in enumerate(self.widths):
-            if self.concat is None or self.is_lookup[place]:
+            if self.layout is None or self.layout.is_lookup[place]:
                 columns.append(start)
             start += width
         return [FeatureSpec(f.name, t, f.pooling, column, f.padding_idx, f.include_last_offset, f.weighted)
@@ -113,7 +113,7 @@ class LookupGroup:
         differentiable = [sample_weights[f] for f in call.weighted]
         if not call.trainable and not differentiable:
             return call.hand_out(outputs)
-        return call.hand_out(FusedLookup.apply(self.anchor, call, outputs, *differentiable))
+        return call.hand_out(_record(self.anchor, call, outputs, *differentiable))
 
 
 class LookupCall:
@@ -166,13 +166,11 @@ class LookupCall:
 
     def hand_out(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs by feature; slices of the concat's buffer where there is one."""
-        group = self.group
-        if group.concat is None:
+        if self.group.layout is None:
             return list(outputs)
         assert self.buffer is not None
-        slices = ConcatBuffer(outputs[0], self.buffer, group.is_lookup, group.widths).slices()
-        self.buffer = None              # the call outlives the forward; the output must not
-        return [piece for piece, lookup in zip(slices, group.is_lookup) if lookup]
+        buffer, self.buffer = self.buffer, None        # the call outlives the forward; the output must not
+        return ConcatBuffer(outputs[0], buffer, self.group.layout).slices()
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""
@@ -229,10 +227,9 @@ class FusedLookup(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(anchor)           # so that a second backward without retain_graph raises, as torch's does
         ctx.call = call
-        fresh = tuple(output.data for output in outputs)
-        frozen = [output for output, feature in zip(fresh, range(len(fresh))) if _is_frozen(call, feature)]
-        if frozen:
-            ctx.mark_non_differentiable(*frozen)
+        fresh = tuple([output.data for output in outputs])
+        if call.group.concat is None and len(call.trainable) < len(call.weights):
+            ctx.mark_non_differentiable(*(output for feature, output in enumerate(fresh) if _is_frozen(call, feature)))
         return fresh
 
     @staticmethod
@@ -246,9 +243,12 @@ class FusedLookup(torch.autograd.Function):
         return (None, None, None, *ctx.call.accumulate(grads))
 
 
+# Function.apply itself: what Python adds to it serves torch.func transforms, under which no lookup gets here.
+_record = super(torch.autograd.Function, FusedLookup).apply
+
+
 def _is_frozen(call: LookupCall, feature: int) -> bool:
-    group = call.group
-    return group.concat is None and group.table_of[feature] not in call.trainable and feature not in call.weighted
+    return call.group.table_of[feature] not in call.trainable and feature not in call.weighted
 
 
 def _names(call: LookupCall) -> str:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparselift.grad import GradState, PendingGrad
+from sparselift.grad import Arrival, GradState, PendingGrad
 from sparselift.kernels.base import Segment, UpdateRule
 from sparselift.optim import fused_rule, update_rule
-from sparselift.runtime._hot import consists_of_lookups, hide_all, pending
+from sparselift.runtime._hot import arrange, consists_of_lookups, hide, pending, show
 from sparselift.runtime.executor import Runtime
 
+_ONE = torch.ones(())
 _NO_STATE: dict[str, Any] = {}
+_SUM_DIMS = {"sgd": 0, "adagrad": 2, "rowwise_adagrad": 1}     # dimensions of the state that a rule keeps
 
 
 # One table that the kernels are to update: weight, gradient, rule, Adagrad's sums.
@@ -35,35 +37,51 @@ class FusedStep:
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step pre-hook. A closure runs first, since it computes the gradients that are to be applied."""
-        if self.hidden:
-            self.restore()
+        self.hidden.clear()                      # of a step that raised: its lifted tables have had their update
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (args[0],), {**kwargs, "closure": _Constant(loss)}
+        if not self._usual(optimizer):
+            self._table_by_table(optimizer)
+        return (args, kwargs) if closure is not None else None
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step post-hook."""
+        show(self.hidden)
+        self.hidden.clear()
+
+    def _usual(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Run the step of an optimizer with one param group whose tables got their gradients from the same lookups; False for another."""
+        group = optimizer.param_groups[0]
+        kind, _ = fused_rule(optimizer, group, True)
+        if kind is None or len(optimizer.param_groups) > 1 or group.get("lr_decay"):
+            return False
+        found = arrange(group["params"], optimizer.state, _SUM_DIMS[kind], self.fused)
+        if found is None or (not found.sparse and fused_rule(optimizer, group, False)[0] is None):
+            return False
+        self.hidden = found.pairs
+        hide(self.hidden)
+        rule = update_rule(kind, group, _NO_STATE)
+        rules = [None if weight is None else rule for weight in found.weights]
+        for arrival in found.arrived:
+            arrival.segment.check_unchanged()
+        _run(self.runtime, found.weights, found.sums, rules, found.arrived, [arrival.segment for arrival in found.arrived])
+        _count(found.counters)
+        torch.autograd.graph.increment_version([weight for weight, _ in found.pairs])
+        return True
+
+    def _table_by_table(self, optimizer: torch.optim.Optimizer) -> None:
         updates: list[_Update] = []
         counters: list[Tensor] = []
         for group in optimizer.param_groups:
             self._split(optimizer, group, updates, counters)
         if updates:
-            with torch.no_grad():
-                for batch in _by_arrivals(updates):
-                    _run(self.runtime, batch)
-                if counters:
-                    torch._foreach_add_(counters, 1)
+            for batch in _by_arrivals(updates):
+                _run_updates(self.runtime, batch)
+            _count(counters)
             torch.autograd.graph.increment_version([weight for weight, _, _, _ in updates])
-        return (args, kwargs) if closure is not None else None
-
-    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook."""
-        self.restore()
-
-    def restore(self) -> None:
-        """Give hidden gradients back. Also called before a step, for one that never got to its post-hook."""
-        for weight, grad in self.hidden:
-            weight.grad = grad
-        self.hidden.clear()
 
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], updates: list[_Update], counters: list[Tensor]) -> None:
         """Hide the pending gradients of a param group's tables; give torch's loop real ones where it must update them itself."""
@@ -72,10 +90,6 @@ class FusedStep:
             return
         rules = {sparse: fused_rule(optimizer, group, sparse) for sparse in {state.sparse for _, _, state in found}}
         shared: UpdateRule | None = None
-        if {rule for rule, _ in rules.values()} == {"sgd"} and hide_all(found, self.fused, self.hidden):
-            shared = update_rule("sgd", group, _NO_STATE)      # the usual step: nothing to decide table by table
-            updates += [(weight, state, shared, None) for weight, _, state in found]
-            return
         for weight, grad, state in found:
             rule, reason = rules[state.sparse]
             own = optimizer.state.get(weight, _NO_STATE) if rule not in (None, "sgd") else _NO_STATE
@@ -115,9 +129,6 @@ def _state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
 
 def _by_arrivals(updates: Sequence[_Update]) -> list[list[_Update]]:
     """Tables whose gradients consist of the same backwards of one program, and so go into one kernel call."""
-    first = updates[0][1].arrived
-    if first and all([grad.arrived is first for _, grad, _, _ in updates]):  # noqa: C419  a list is twice as fast here
-        return [list(updates)]
     batches: dict[tuple[int, ...], list[_Update]] = {}
     for update in updates:
         if update[1].arrived:                                 # a zeroed gradient moves nothing
@@ -125,27 +136,38 @@ def _by_arrivals(updates: Sequence[_Update]) -> list[list[_Update]]:
     return list(batches.values())
 
 
-def _run(runtime: Runtime, updates: Sequence[_Update]) -> None:
-    """Update the tables of one program. Those that are not in `updates` are passed without a rule."""
+def _run_updates(runtime: Runtime, updates: Sequence[_Update]) -> None:
     arrived = updates[0][1].arrived
-    program, place = arrived[0].program, arrived[0].place
-    weights: list[Any] = [None] * len(place)
+    place = arrived[0].place
+    weights: list[Tensor | None] = [None] * len(place)
     states: list[Tensor | None] = [None] * len(place)
     rules: list[UpdateRule | None] = [None] * len(place)
     for weight, grad, rule, sums in updates:
         position = place[grad.table]
         weights[position], states[position], rules[position] = weight, sums, rule
-    if len(updates) < len(place):
-        for name, position in place.items():
-            if weights[position] is None:
+    _run(runtime, weights, states, rules, arrived, [_segment(updates, i) for i in range(len(arrived))])
+
+
+def _run(runtime: Runtime, weights: list[Any], states: list[Tensor | None], rules: list[UpdateRule | None],
+         arrived: Sequence[Arrival], segments: list[Segment]) -> None:
+    """Update the tables of one program: those that have a rule."""
+    if len(weights) > sum(rule is not None for rule in rules):
+        for name, position in arrived[0].place.items():
+            if rules[position] is None:
                 weights[position] = runtime.owners[name]._parameters["weight"]
-    program.update(weights, states, rules, [_segment(updates, i) for i in range(len(arrived))])
+    arrived[0].program.update(weights, states, rules, segments)
+
+
+def _count(steps: list[Tensor]) -> None:
+    if steps:
+        with torch.no_grad():
+            torch._foreach_add_(steps, _ONE, alpha=1)     # of a number torch would make a tensor, once a step count
 
 
 def _segment(updates: Sequence[_Update], position: int) -> Segment:
     arrival = updates[0][1].arrived[position]
     arrival.segment.check_unchanged()
-    if all([grad.scales is None for _, grad, _, _ in updates]):  # noqa: C419
+    if all(grad.scales is None for _, grad, _, _ in updates):
         return arrival.segment
     scales = [1.0] * len(arrival.place)
     for _, grad, _, _ in updates:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sparselift.errors import LiftRefused
 from sparselift.grad import PendingGrad
@@ -442,40 +443,6 @@ def test_compiled_model_runs_torchs_forward() -> None:
     pair.check()
 
 
-def test_concat_is_written_straight_and_only_where_it_is_the_recorded_one() -> None:
-    class Other(Bags):
-        def forward(self, dense: Tensor, offsets: Any, indices: Any, weights: Any = None) -> Tensor:
-            pooled = [e(i, o) for e, i, o in zip(self.emb, indices, offsets)]
-            joined = torch.cat([self.bottom(dense), *pooled], dim=1)
-            reversed_ = torch.cat([self.bottom(dense), *pooled[::-1]], dim=1)
-            return self.top(joined) + self.top(reversed_) + pooled[0].sum() + self.top(torch.cat([self.bottom(dense) * 2, *pooled], dim=1))
-
-    native, lifted = Other(), Other()
-    native_opt, lifted_opt = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (native, lifted))
-    structure = bags_structure(lifted, [lifted_opt])
-    attach(structure, schedule(structure), lifted, [lifted_opt], "reference")
-    for seed in range(3):
-        step(native, native_opt, seed)
-        step(lifted, lifted_opt, seed)
-    assert_same(native, lifted, exact=False)
-
-
-def test_slice_used_after_the_concat_was_modified_raises() -> None:
-    class InPlace(Bags):
-        def forward(self, dense: Tensor, offsets: Any, indices: Any, weights: Any = None) -> Tensor:
-            pooled = [e(i, o) for e, i, o in zip(self.emb, indices, offsets)]
-            joined = torch.cat([self.bottom(dense), *pooled], dim=1)
-            joined.mul_(2)
-            return self.top(joined) + pooled[0].sum()
-
-    lifted = InPlace()
-    optimizer = torch.optim.SGD(lifted.parameters(), lr=0.01)
-    structure = bags_structure(lifted, [optimizer])
-    attach(structure, schedule(structure), lifted, [optimizer], "reference")
-    with pytest.raises(RuntimeError, match="modified in place"):
-        lifted(*batch(0))
-
-
 def test_threads_that_train_one_model_take_turns() -> None:
     pair = Pair(backend="cpu", concat=False)
     before = copy.deepcopy(pair.lifted.state_dict())
@@ -485,6 +452,41 @@ def test_threads_that_train_one_model_take_turns() -> None:
             lifted = list(pool.map(lambda seed: pair.lifted(*batch(seed, bags=200)), range(8)))
             assert all(torch.equal(a, b) for a, b in zip(native, lifted))
     assert all(torch.equal(before[k], v) for k, v in pair.lifted.state_dict().items())
+
+
+def test_a_step_that_raises_in_torchs_part_updates_no_table_twice(backend: str) -> None:
+    pair = Pair(backend=backend, coalesce="none")
+    for model, optimizer in ((pair.native, pair.native_opt), (pair.lifted, pair.lifted_opt)):
+        backward(model, 0)
+        top = model.top.weight
+        values, top.data = top.data, top.data[:, :3]
+        with pytest.raises(RuntimeError):
+            optimizer.step()                          # it updates the tables first on both sides
+        top.data = values
+        optimizer.zero_grad()
+        step(model, optimizer, 1)
+    for native, lifted in zip(pair.native.emb, pair.lifted.emb):
+        assert torch.equal(native.weight, lifted.weight)
+
+
+def test_functional_transforms_see_torchs_forward() -> None:
+    pair = Pair(sparse=False)
+    dense, offsets, indices = batch(0)
+    seen = []
+    for model in (pair.native, pair.lifted):
+        def loss(parameters: Any, model: nn.Module = model) -> Tensor:
+            return torch.func.functional_call(model, parameters, (dense, offsets, indices)).sum()
+        seen.append([loss(dict(model.named_parameters())), *torch.func.grad(loss)(dict(model.named_parameters())).values()])
+    for a, b in zip(*seen):
+        assert torch.equal(a, b)
+
+
+def test_forward_mode_is_refused_as_natively() -> None:
+    pair = Pair()
+    for model in (pair.native, pair.lifted):
+        weight = model.emb[0].weight
+        with pytest.raises(NotImplementedError, match="forward AD"), forward_ad.dual_level():
+            torch.func.functional_call(model, {"emb.0.weight": forward_ad.make_dual(weight, torch.ones_like(weight))}, batch(0))
 
 
 @pytest.mark.parametrize("optimizer", FUSED)

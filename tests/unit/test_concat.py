@@ -1,0 +1,157 @@
+"""Lookups that share the memory of their concat: whatever else a model does with them, it means what it means natively."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.runtime_models import Bags, assert_same, attach, bags_structure, batch, schedule
+
+Join = Callable[[], Tensor]
+Use = Callable[[nn.Module, Tensor, list[Tensor], Join], Tensor]
+
+
+class Used(Bags):
+    """Bags whose forward does with its lookups what it is told to."""
+
+    def __init__(self, use: Use, with_dense: bool) -> None:
+        super().__init__()
+        self.use, self.with_dense = use, with_dense
+        self.top = nn.Linear(8 * (len(self.emb) + with_dense), 1)
+        self.seen: list[Tensor] = []
+
+    def forward(self, dense: Tensor, offsets: Any, indices: Any, weights: Any = None) -> Tensor:
+        pooled = [e(i, o) for e, i, o in zip(self.emb, indices, offsets)]
+        first = [self.bottom(dense)] if self.with_dense else []
+        return self.use(self, dense, pooled, lambda: torch.cat([*first, *pooled], dim=1))
+
+
+@pytest.fixture(params=[True, False], ids=["with-dense", "lookups-alone"])
+def with_dense(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def lifted(use: Use, with_dense: bool) -> tuple[Used, torch.optim.Optimizer]:
+    model = Used(use, with_dense)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    structure = bags_structure(model, [optimizer])
+    if not with_dense:
+        (concat,) = structure.concats
+        structure = replace(structure, concats=(replace(concat, parts=concat.parts[1:]),))
+    attach(structure, schedule(structure, coalesce="none"), model, [optimizer], "reference")
+    return model, optimizer
+
+
+def train(model: Used, optimizer: torch.optim.Optimizer) -> None:
+    for seed in range(3):
+        model(*batch(seed)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def other_orders(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    straight, reverse = join(), torch.cat(pooled[::-1], dim=1)
+    return model.top(straight) + reverse.sum(1, keepdim=True) + pooled[0].sum() + model.top(join() * 2)
+
+
+def saved_before(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    product = pooled[0] * pooled[1]
+    return model.top(join().relu_()) + product.sum(1, keepdim=True)
+
+
+def saved_after(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    whole = join()
+    product = pooled[0] * pooled[1]
+    return model.top(whole.relu_()) + product.sum(1, keepdim=True)
+
+
+def modified_before(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    pooled[1].mul_(2).relu_()
+    torch.add(pooled[0].detach(), 1, out=torch.empty(0))
+    return model.top(join())
+
+
+def hooked(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    pooled[0].register_hook(lambda grad: model.seen.append(grad.clone()))
+    pooled[1].register_hook(lambda grad: grad * 3)
+    pooled[2].retain_grad()
+    model.kept = pooled[2]
+    return model.top(join())
+
+
+def asked_for_facts(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    assert all(part.dim() == 2 and part.shape[1] == part.size(1) == 8 and part.requires_grad for part in pooled)
+    whole = join()
+    model.seen.append(whole.detach())
+    return model.top(whole)
+
+
+@pytest.mark.parametrize("use", [other_orders, saved_before, saved_after, modified_before, hooked, asked_for_facts])
+def test_other_uses_of_a_lookup_are_native(use: Use, with_dense: bool) -> None:
+    native = Used(use, with_dense)
+    optimizer = torch.optim.SGD(native.parameters(), lr=0.05)
+    planned, planned_optimizer = lifted(use, with_dense)
+    train(native, optimizer)
+    train(planned, planned_optimizer)
+    assert_same(native, planned, exact=use is not other_orders)
+    assert len(native.seen) == len(planned.seen)
+    for a, b in zip(native.seen, planned.seen):
+        assert torch.equal(a, b)
+    if use is hooked:
+        assert torch.equal(native.kept.grad, planned.kept.grad)
+
+
+def used_after_modification(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    whole = join()
+    whole.mul_(2)
+    return model.top(whole) + pooled[0].sum()
+
+
+def modified_after(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    whole = join()
+    pooled[0].mul_(2)
+    return model.top(whole)
+
+
+def output_after(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    whole = join()
+    with torch.no_grad():
+        torch.add(pooled[1], 1, out=pooled[0])
+    return model.top(whole)
+
+
+def hooked_after(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    whole = join()
+    pooled[0].register_hook(print)
+    return model.top(whole)
+
+
+@pytest.mark.parametrize(("use", "says"), [
+    (used_after_modification, "used after the torch.cat that consumed it was modified in place"),
+    (modified_after, "modified in place after the torch.cat that consumed it"),
+    (output_after, "modified in place after the torch.cat that consumed it"),
+    (hooked_after, "register_hook on a lookup's output came after the torch.cat that consumed it"),
+])
+def test_what_shared_memory_cannot_give_raises(use: Use, says: str, with_dense: bool) -> None:
+    model, _ = lifted(use, with_dense)
+    with pytest.raises(RuntimeError, match=f"{says}.*deny=..concat"):
+        model(*batch(0))
+
+
+def test_the_concat_is_the_buffer_itself(with_dense: bool) -> None:
+    pointers: list[Sequence[int]] = []
+
+    def look(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+        whole = join()
+        with torch._C.DisableTorchFunctionSubclass():
+            pointers.append([whole.data_ptr() + 4 * 8 * with_dense, pooled[0].data_ptr()])
+        return model.top(whole)
+
+    model, _ = lifted(look, with_dense)
+    model(*batch(0))
+    assert pointers[0][0] == pointers[0][1]
