@@ -26,7 +26,7 @@ class TableKnobs:
     """How one table is treated. No choice changes a result, but for coalesce="none", which keeps torch's order of rounding in SGD."""
 
     coalesce: str = "chain"        # "chain": sum a row's gradients, then update once. "none": SGD lookup by lookup, in id order
-    prefetch: int = 32             # rows ahead of use to prefetch; 0 is off
+    prefetch: int = 64             # rows ahead of use to prefetch; 0 is off
     partition: str = "bag"         # forward work split among threads by "bag" or by "table"
     dedup: bool = False            # forward: gather each distinct row once, then pool from the gathered copy
 

@@ -68,9 +68,13 @@ class FuseUpdate(Rewrite):
         return "bitwise" if one_sparse_lookup and in_torchs_order else "reassociated"
 
     def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
-        fusable = all(table.optimizer and table.optimizer.fused_rule for table in tables_at(graph.structure, site))
-        # An optimizer without a fused rule coalesces by sorting; a chain a row does it in one pass.
-        return {"update": "fused" if fusable else "coalesced", "coalesce": "chain"}
+        tables = tables_at(graph.structure, site)
+        if not all(table.optimizer and table.optimizer.fused_rule for table in tables):
+            # An optimizer without a fused rule coalesces by sorting; a chain a row does it in one pass.
+            return {"update": "coalesced", "coalesce": "chain"}
+        # torch's SGD takes a sparse gradient lookup by lookup, a dense one summed. So do we, which is the faster and the exact way.
+        in_turn = all(table.optimizer and table.optimizer.fused_rule == "sgd" and table.sparse for table in tables)
+        return {"update": "fused", "coalesce": "none" if in_turn else "chain"}
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return nodes_at(graph, site, "expand", "coalesce", "update")

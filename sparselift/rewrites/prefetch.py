@@ -15,10 +15,10 @@ class Prefetch(Rewrite):
     summary = "prefetch rows a fixed number of lookups ahead of their use"
     scope = "class"
     equivalence_note = "bitwise"
-    knobs = (Knob("prefetch", (0, 4, 8, 16, 32), 0, "rows ahead of use to prefetch; 0 is off"),)
+    knobs = (Knob("prefetch", (0, 8, 32, 64, 128), 0, "rows ahead of use to prefetch; 0 is off"),)
 
     def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
-        return {"prefetch": 8}
+        return {"prefetch": 64}
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return nodes_at(graph, site, "lookup", "update")
