@@ -122,6 +122,7 @@ class Side:
 
     def __init__(self, case: Case, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.case, self.model, self.optimizers = case, model, optimizers
+        self.output_grad = case.output_grad
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """0-d; of the sparse path alone, the one whose gradient at the output is the given one."""
@@ -133,12 +134,12 @@ class Side:
     def step(self, number: int, scale: float = 1.0) -> Tensor:
         """One step on batch `number`. Returns the pooled output, or the loss of a full step."""
         batch = self.case.batches[number]
-        if self.case.output_grad is None:
+        if self.output_grad is None:
             output = self.loss(self.model, batch)
             output.backward(torch.tensor(scale))
         else:
             output = self.model(batch.table_offsets, batch.table_indices)
-            output.backward(self.case.output_grad)
+            output.backward(self.output_grad)
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:

@@ -11,13 +11,13 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from cases import Bench, Case, CheckFailed, Side, check
 from interleave import Row, interleave, paired_row, single_row, write_rows
-from quiet import silence
+from quiet import hollow, silence
 
 import sparselift as sl
 from sparselift.plan import Plan, default_plan
@@ -26,6 +26,7 @@ WORKLOADS = ("W1", "W2", "W3", "W4", "W5", "W6b")
 BENCH = Path(__file__).resolve().parents[2] / "shared" / "bench"
 EXIT_CHECK_FAILED, EXIT_NO_BENCH = 1, 3
 LIFT_REPS = 3
+SHORT_STEPS = 20                          # without kernels, for one with
 
 
 def make_plan(side: Side, pages: str, args: argparse.Namespace) -> tuple[str, Plan]:
@@ -59,6 +60,7 @@ def measure_plan(case: Case, pages: str, args: argparse.Namespace) -> Iterator[R
     yield paired_row(times, workload=name, config=config, optimizer=optimizer, huge_pages=pages, traffic_bytes=case.traffic_bytes())
     if name == "W2" and pages == "on" and plan.config.path == "planned":
         yield single_row(machinery_seconds(planned, args.reps), workload="W2 without kernels", config=config, optimizer=optimizer)
+        yield single_row(torch_seconds(native, args.reps), workload="W2, torch alone", config="", optimizer=optimizer)
     sl.unapply(planned.model, planned.optimizers)
 
 
@@ -74,13 +76,35 @@ def lift_seconds(side: Side) -> list[float]:
 
 def machinery_seconds(side: Side, reps: int) -> list[float]:
     """Seconds of planned steps whose kernels do nothing: what Python and autograd around them cost."""
-    seconds = []
     with silence(side.model):
-        for _ in range(reps + 1):
+        return _seconds(lambda: side.step(0), reps)
+
+
+def torch_seconds(side: Side, reps: int) -> list[float]:
+    """Seconds of native steps of no bags that look nothing up: what modules, engine and optimizer cost with nothing to do."""
+    output_grad, side.output_grad = side.output_grad, side.output_grad[:0]
+    for optimizer in side.optimizers:
+        optimizer.zero_grad()
+    try:
+        with hollow(side.model.emb_l):
+            return _seconds(lambda: side.step(0), reps)
+    finally:
+        side.output_grad = output_grad
+
+
+def _seconds(step: Callable[[], object], reps: int) -> list[float]:
+    """Of `reps` times as many steps as a rep has elsewhere: they are short."""
+    seconds = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(SHORT_STEPS * (reps + 1)):
             start = time.perf_counter()
-            side.step(0)
+            step()
             seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+    finally:
+        gc.enable()
+    return seconds[SHORT_STEPS:]
 
 
 def show(row: Row) -> None:

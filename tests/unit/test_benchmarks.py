@@ -129,6 +129,16 @@ def test_silent_kernels_leave_everything_and_come_back(benchmarks: ModuleType, c
 
 
 @needs_bench
+def test_a_hollow_step_looks_nothing_up_and_leaves_the_modules_native(benchmarks: ModuleType, case: object) -> None:
+    side = case.side(planned=False)
+    before = [bag.weight.detach().clone() for bag in side.model.emb_l]
+    assert all(seconds > 0 for seconds in benchmarks.torch_seconds(side, 2))
+    assert all(torch.equal(bag.weight, old) for bag, old in zip(side.model.emb_l, before))
+    assert side.step(0).shape == case.output_grad.shape
+    assert not any(torch.equal(bag.weight, old) for bag, old in zip(side.model.emb_l, before))
+
+
+@needs_bench
 def test_the_driver_writes_rows(benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                 capsys: pytest.CaptureFixture[str]) -> None:
     import cases
@@ -145,8 +155,9 @@ def test_the_driver_writes_rows(benchmarks: ModuleType, tmp_path: Path, monkeypa
         torch.set_num_threads(threads)
     rows = list(csv.DictReader(out.open()))
     assert [(row["workload"], row["optimizer"], row["huge_pages"]) for row in rows] == [
-        ("W2", "sgd", "on"), ("W2 without kernels", "sgd", ""), ("W2", "sgd", "off"), ("W2", "adagrad", "on"),
-        ("W2 without kernels", "adagrad", ""), ("W2", "adagrad", "off"), ("W6b lift, 8 batches", "sgd", ""), ("W6b", "sgd", "on"),
+        ("W2", "sgd", "on"), ("W2 without kernels", "sgd", ""), ("W2, torch alone", "sgd", ""), ("W2", "sgd", "off"),
+        ("W2", "adagrad", "on"), ("W2 without kernels", "adagrad", ""), ("W2, torch alone", "adagrad", ""), ("W2", "adagrad", "off"),
+        ("W6b lift, 8 batches", "sgd", ""), ("W6b", "sgd", "on"),
         ("W6b", "sgd", "off")]
     assert capsys.readouterr().out.count(" ms") >= len(rows)
 
