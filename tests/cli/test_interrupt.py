@@ -17,6 +17,7 @@ from sparselift.tuning.study import read_studies
 from tests.cli.conftest import TINY
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from sparselift.cli import main; sys.exit(main())", "tune", f"{TINY}:work", "--json"]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}            # trials at other thread counts are another study
 
 
 def finished(study: Path) -> int:
@@ -30,7 +31,7 @@ def interrupted(folder: Path, sent: int) -> tuple[int, str, str]:
     """Start a slow search, and send it a signal once two trials are complete. Returns its exit code and what it printed."""
     slow = [*COMMAND, "--set", "sleep_s=0.002", "--trials", "200"]
     with subprocess.Popen(slow, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+                          env=ONE_THREAD) as process:
         try:
             deadline = time.monotonic() + 120
             while finished(folder / "plan.study") < 2:
@@ -66,7 +67,8 @@ def test_a_killed_search_loses_no_finished_trial(tmp_path: Path) -> None:
 
 def resume(folder: Path, kept: int) -> None:
     """One more trial: the study ends with exactly that many, and the plan is a finished one."""
-    again = subprocess.run([*COMMAND, "--set", "sleep_s=0.002", "--trials", str(kept + 1)], cwd=folder, capture_output=True, text=True)
+    again = subprocess.run([*COMMAND, "--set", "sleep_s=0.002", "--trials", str(kept + 1)], cwd=folder, capture_output=True, text=True,
+                           env=ONE_THREAD)
     assert again.returncode == 0, again.stderr
     assert finished(folder / "plan.study") == kept + 1
     assert Plan.load(folder / "plan.json").evidence.status == "measured"
