@@ -38,7 +38,8 @@ class FuseUpdate(Rewrite):
         Knob("update", ("native", "coalesced", "fused"), "native",
              "native: torch's optimizer gets an ordinary gradient; coalesced: one whose duplicates a kernel has summed; "
              "fused: a kernel updates rows"),
-        Knob("coalesce", COALESCE_METHODS, "chain", "sum a row's gradients and update it once, with its lookups found by a head for every row of the table (chain) or by a "
+        Knob("coalesce", COALESCE_METHODS, "chain",
+             "sum a row's gradients and update it once, with its lookups found by a head for every row of the table (chain) or by a "
              "sort; none: SGD lookup by lookup, in id order",
              requires=(("update", ("fused",)),)),
     )
