@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparselift import errors as errors
+    from sparselift import functional as functional
     from sparselift import nn as nn
     from sparselift import optim as optim
     from sparselift.apply import apply as apply
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("errors", "nn", "optim")
+_SUBMODULES = ("errors", "functional", "nn", "optim")
 _HOMES = {
     "Certificate": "sparselift.verify",
     "Constraints": "sparselift.space",

@@ -48,3 +48,7 @@ class WorkloadError(SparseLiftError):
 
 class MissingExtraError(SparseLiftError):
     """An optional dependency or device is needed and absent. Names the extra to install."""
+
+
+class DtypeError(TypeError, RuntimeError):
+    """A tensor of a dtype that a lookup does not take: a TypeError as in Python, and the RuntimeError that torch raises for it."""

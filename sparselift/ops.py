@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,20 +155,49 @@ def _grads_in_torch(ctx: Any, batch: IndexBatch, grad: Tensor) -> list[Tensor | 
     factors: Sequence[Tensor] = () if sample_weights is None else sample_weights.split(batch.num_lookups)
     weight_grads, table_grads, column = [], [], 0
     for feature, (spec, table) in enumerate(zip(program.features, program.tables)):
-        ids, bags = batch.indices(feature), _bag_of_each_id(batch.offsets(feature))
-        kept = torch.arange(len(ids)) if spec.padding_idx is None else (ids != spec.padding_idx).nonzero()[:, 0]
-        ids, bags = ids[kept], bags[kept]
-        arrived = grad.narrow(1, column, table.dim)[bags]                   # (kept, D)
+        placed = lookup_grads(batch.indices(feature), batch.offsets(feature), grad.narrow(1, column, table.dim),
+                              pooling=spec.pooling, padding_idx=spec.padding_idx,
+                              sample_weights=factors[feature] if spec.weighted else None, table=tables[feature] if by_weights else None)
         column += table.dim
-        if by_weights:
-            products = (tables[feature][ids] * arrived).sum(1)
-            weight_grads.append(grad.new_zeros(batch.num_lookups[feature]).index_add(0, kept, products))
-        if spec.weighted:
-            arrived = arrived * factors[feature][kept, None]
-        elif spec.pooling == "mean":
-            arrived = arrived / torch.bincount(bags)[bags, None]
-        table_grads.append(_place(ids, arrived, (table.rows, table.dim), ctx.sparse) if by_table[feature] else None)
-    return [torch.cat(weight_grads) if by_weights else None, *table_grads]
+        weight_grads.append(placed.sample_weight_grad)
+        table_grads.append(_place(placed.ids, placed.rows, (table.rows, table.dim), ctx.sparse) if by_table[feature] else None)
+    return [torch.cat([each for each in weight_grads if each is not None]) if by_weights else None, *table_grads]
+
+
+class LookupGrads(NamedTuple):
+    """The gradients of one feature's lookups: a row (D,) for each of the L ids that count, and (K,) the per-sample weights'."""
+
+    ids: Tensor
+    rows: Tensor
+    sample_weight_grad: Tensor | None
+
+
+def lookup_grads(ids: Tensor, bounds: Tensor, grad: Tensor, *, pooling: str, padding_idx: int | None = None,
+                 sample_weights: Tensor | None = None, table: Tensor | None = None) -> LookupGrads:
+    """The definition in torch's own operations, differentiable in every tensor of floats.
+
+    Parameters
+    ----------
+    ids             (K,) int64
+    bounds          (B + 1,) int64
+    grad            (B, D)
+    pooling         "sum", "mean" or "none"
+    sample_weights  (K,), for "sum"
+    table           (R, D), where the gradient of the per-sample weights is wanted
+    """
+    bags = _bag_of_each_id(bounds)
+    kept = torch.arange(len(ids)) if padding_idx is None else (ids != padding_idx).nonzero()[:, 0]
+    kept_ids, kept_bags = ids[kept], bags[kept]
+    arrived = grad[kept_bags]                                                # (L, D)
+    sample_weight_grad = None
+    if table is not None:
+        products = (table[kept_ids] * arrived).sum(1)
+        sample_weight_grad = products.new_zeros(len(ids)).index_add(0, kept, products)
+    if sample_weights is not None:
+        arrived = arrived * sample_weights[kept, None]
+    elif pooling == "mean":
+        arrived = arrived / torch.bincount(kept_bags)[kept_bags, None]
+    return LookupGrads(kept_ids, arrived, sample_weight_grad)
 
 
 def _bag_of_each_id(offsets: Tensor) -> Tensor:

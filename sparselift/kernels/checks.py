@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparselift.dtypes import dtype_name
+from sparselift.errors import DtypeError
 
 from .base import (
     COALESCE_METHODS,
@@ -171,7 +172,7 @@ def check_kind(what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> No
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} must be a tensor; got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{what} must be {' or '.join(map(dtype_name, dtypes))}; got {dtype_name(tensor.dtype)}")
+        raise DtypeError(f"{what} must be {' or '.join(map(dtype_name, dtypes))}; got {dtype_name(tensor.dtype)}")
     if tensor.device.type != "cpu":
         raise TypeError(f"{what} must be on the CPU; got {tensor.device}")
     if tensor.layout is not torch.strided:

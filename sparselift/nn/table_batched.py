@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from sparselift.functional.fallback import LookupOptions
+from sparselift.functional.lookups import look_up_tables
 from sparselift.ir import Table
 
-from .fallback import LookupOptions
-from .routes import Route, RoutedModule, unreadable
+from .routed import RoutedModule
 
 MODES = ("sum", "mean")
 
@@ -72,53 +74,9 @@ class TableBatchedEmbeddingBags(RoutedModule):
         ValueError   offsets of another count, or that do not start at 0, decrease, or do not end at K
         TypeError    ids or offsets that are not int32 or int64
         """
-        if is_compiling():
-            return _bags_outside_the_graph(self, indices, offsets, per_sample_weights)
-        return self._look_up(indices, offsets, per_sample_weights)
+        weights: Any = self.weights._parameters                # parameters() would name a table that is there twice once
+        return look_up_tables(None if is_compiling() else self._routes, indices, tuple(weights.values()), offsets, per_sample_weights,
+                              LookupOptions(self.mode, self.sparse), self.names)
 
     def extra_repr(self) -> str:
         return f"mode={self.mode!r}, sparse={self.sparse}"
-
-    def _look_up(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        weights = tuple(self.weights.parameters())
-        reason = unreadable(indices, offsets, per_sample_weights, *weights)
-        if reason:
-            raise RuntimeError(f"TableBatchedEmbeddingBags splits a batch by the values of its offsets, which cannot be read: {reason}")
-        parts, starts = _split(indices, offsets, self.names)
-        if per_sample_weights is not None:
-            if self.mode != "sum":
-                raise ValueError(f"per_sample_weights need mode='sum'; got mode={self.mode!r}")
-            if per_sample_weights.shape != indices.shape:
-                raise ValueError(f"per_sample_weights must have the shape of indices {tuple(indices.shape)}; "
-                                 f"got {tuple(per_sample_weights.shape)}")
-        return self._run(self._route(weights, per_sample_weights is not None), weights, parts, starts, per_sample_weights)
-
-    def _route(self, weights: Sequence[Tensor], weighted: bool) -> Route:
-        key = (self.mode, self.sparse, weighted, *((w.shape, w.dtype, w.device, w.is_contiguous()) for w in weights))
-        return self._routes.get(key) or self._plan(key, weights, self.names, LookupOptions(self.mode, self.sparse), weighted)
-
-
-def _split(indices: Tensor, offsets: Tensor, names: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The ids of every table, and the (B,) starts of its bags among them."""
-    if indices.dim() != 1 or offsets.dim() != 1:
-        raise ValueError(f"indices and offsets must have one dimension; got shapes {tuple(indices.shape)} and {tuple(offsets.shape)}")
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"offsets must be int32 or int64; got {offsets.dtype}")
-    batch_size, rest = divmod(len(offsets) - 1, len(names))
-    if rest or not len(offsets):
-        raise ValueError(f"offsets must be T * B + 1 with T = {len(names)} tables; got {len(offsets)}")
-    firsts = offsets[:-1].reshape(len(names), batch_size)
-    bounds = [*firsts[:, 0].tolist(), int(offsets[-1])] if batch_size else [int(offsets[0])] * (len(names) + 1)
-    if bounds[0] != 0 or bounds[-1] != len(indices):
-        raise ValueError(f"offsets must go from 0 to the number of indices ({len(indices)}); got {bounds[0]} to {bounds[-1]}")
-    lengths = [end - begin for begin, end in zip(bounds, bounds[1:])]
-    for name, length, begin in zip(names, lengths, bounds):
-        if length < 0:
-            raise ValueError(f"feature {name!r}: offsets must not decrease; its ids begin at {begin} and end at {begin + length}")
-    return indices.split(lengths), (firsts - firsts[:, :1]).unbind()
-
-
-@torch._disable_dynamo
-def _bags_outside_the_graph(module: TableBatchedEmbeddingBags, indices: Tensor, offsets: Tensor,
-                            per_sample_weights: Tensor | None) -> Tensor:
-    return module._look_up(indices, offsets, per_sample_weights)

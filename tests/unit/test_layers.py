@@ -15,7 +15,7 @@ ROWS = (
     "arrays hardware memory",
     "stats ir workload",
     "kernels",
-    "grad ops optim nn",
+    "grad ops optim functional nn",
     "preserve probe lift",
     "rewrites",
     "space schedule cost plan",

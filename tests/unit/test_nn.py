@@ -20,8 +20,9 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from sparselift import ops
+from sparselift.functional import lookups
 from sparselift.kernels import checks
-from sparselift.nn import Embedding, EmbeddingBag, embedding
+from sparselift.nn import Embedding, EmbeddingBag
 from tests.unit.lookup_loops import dense_grad, filled, flat, offsets, pool, use_backend
 
 ROWS, DIM = 7, 5
@@ -137,7 +138,7 @@ def test_an_unweighted_sum_of_real_values_has_torchs_bits() -> None:
 def test_rows_are_torchs_to_the_bit(sparse: bool, padding_idx: int | None, shape: tuple[int, ...], fused: bool,
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     if fused:
-        monkeypatch.setattr(embedding, "FUSED_ELEMENTS", 0)
+        monkeypatch.setattr(lookups, "FUSED_ELEMENTS", 0)
     path = "torch: a sparse gradient without pooling" if sparse else "fused bag" if fused else "torch: a small lookup"
     for dtype in (torch.int32, torch.int64):
         ours, theirs = pair(Embedding, ROWS, DIM, sparse=sparse, padding_idx=padding_idx)
@@ -156,9 +157,9 @@ def test_a_single_id_with_padding_has_a_sparse_gradient() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"sparse": True}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"max_norm": 1.0}])
-@pytest.mark.parametrize("elements", [0, embedding.FUSED_ELEMENTS])
+@pytest.mark.parametrize("elements", [0, lookups.FUSED_ELEMENTS])
 def test_an_embedding_names_ids_out_of_range(options: dict[str, Any], elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "FUSED_ELEMENTS", elements)
+    monkeypatch.setattr(lookups, "FUSED_ELEMENTS", elements)
     for bad in (-1, ROWS):
         with pytest.raises(IndexError, match=f"id {bad} at position 3 is out of range.* {ROWS} rows"):
             Embedding(ROWS, DIM, **options)(torch.tensor([[0, 1], [2, bad]]))
@@ -166,7 +167,7 @@ def test_an_embedding_names_ids_out_of_range(options: dict[str, Any], elements: 
 
 def test_large_lookups_with_dense_gradients_run_in_the_kernels() -> None:
     ours, theirs = pair(Embedding, ROWS, DIM)
-    run_both(ours, theirs, torch.randint(0, ROWS, (embedding.FUSED_ELEMENTS // DIM, 2)))
+    run_both(ours, theirs, torch.randint(0, ROWS, (lookups.FUSED_ELEMENTS // DIM, 2)))
     assert ours.last_path == "fused bag"
 
 
@@ -263,7 +264,7 @@ def test_what_the_kernels_lack_runs_in_torch(options: dict[str, Any], reason: st
     ({"dtype": torch.float64, "padding_idx": 1}, "weight is torch.float64"),
 ])
 def test_rows_that_the_kernels_lack_run_in_torch(options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "FUSED_ELEMENTS", 0)
+    monkeypatch.setattr(lookups, "FUSED_ELEMENTS", 0)
     ours, theirs = Embedding(ROWS, DIM, **options), nn.Embedding(ROWS, DIM, **options)
     theirs.load_state_dict(ours.state_dict())
     for module in (ours, theirs):
@@ -448,13 +449,13 @@ def test_a_table_that_grows_leaves_no_programs_behind() -> None:
     for rows in range(1, 30):
         module.weight = nn.Parameter(torch.ones(rows, DIM))
         assert module(torch.tensor([rows - 1]), torch.tensor([0])).sum() == DIM
-        counts.append(len(module._compiled_routes))
+        counts.append(len(module._routes))
     assert max(counts) < 10
 
 
 @pytest.mark.parametrize("kind", [EmbeddingBag, Embedding])
 def test_copies_are_independent_and_compile_their_own_lookups(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "FUSED_ELEMENTS", 0)
+    monkeypatch.setattr(lookups, "FUSED_ELEMENTS", 0)
     module = kind(ROWS, DIM)
     args = (IDS[:8].reshape(4, 2),)
     want = module(*args).detach()
@@ -466,7 +467,7 @@ def test_copies_are_independent_and_compile_their_own_lookups(kind: type, monkey
         assert type(other) is kind
         assert other.last_path == "no call yet"
         assert torch.equal(other(*args), want)
-        assert other._compiled_routes is not module._compiled_routes
+        assert other._routes is not module._routes
     with torch.no_grad():
         module.weight.zero_()
     assert [bool(other(*args).any()) for other in copies] == [True, False, True, True]    # a shallow copy shares its weight
@@ -636,9 +637,9 @@ def test_functional_call_replaces_the_weight() -> None:
     assert module.last_path == "fused bag"
 
 
-@pytest.mark.parametrize("elements", [0, embedding.FUSED_ELEMENTS])
+@pytest.mark.parametrize("elements", [0, lookups.FUSED_ELEMENTS])
 def test_forward_mode_derivatives_of_rows(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "FUSED_ELEMENTS", elements)
+    monkeypatch.setattr(lookups, "FUSED_ELEMENTS", elements)
     module, tangent = Embedding(ROWS, DIM), integers(ROWS, DIM, seed=3)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(module.weight.detach(), tangent)

@@ -1,0 +1,199 @@
+"""Which way a lookup runs: in the kernels, or in torch and why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
+
+from sparselift import ops
+from sparselift.errors import KernelError
+from sparselift.kernels.base import FeatureSpec, TableSpec
+from sparselift.kernels.checks import id_error
+from sparselift.ops import BagLookup, hidden_values, watched_operations
+
+from . import fallback
+from .fallback import LookupOptions
+
+logger = logging.getLogger("sparselift.functional")
+
+FUSED = "fused bag"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How lookups of one structure run.
+
+    lookup   compiled: to run, or, where there is a reason, to check batches before torch runs them; None: torch checks, too
+    options  for torch
+    reason   why torch runs the lookups; empty: the kernels do
+    """
+
+    lookup: BagLookup | None
+    options: LookupOptions
+    reason: str = ""
+
+
+class Routes:
+    """Routes that were planned, by structure, and which way the last lookup took.
+
+    A program keeps workspaces as long as its table. So the oldest routes go when there are more than `limit`: a table that grows
+    step by step is not to leave one behind a step. Any number of threads may use one object.
+    """
+
+    __slots__ = ("_by_key", "_lock", "last_path", "limit", "owner")
+
+    def __init__(self, owner: str, limit: int) -> None:
+        self.owner, self.limit = owner, limit
+        self.last_path = "no call yet"
+        self._by_key: dict[Hashable, Route] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def find(self, weights: Sequence[Tensor], names: Sequence[str], options: LookupOptions, weighted: bool) -> Route:
+        """The route of lookups with one feature a table."""
+        if len(weights) == 1:
+            weight = weights[0]
+            key: Hashable = (weight.shape, weight.dtype, weight.device, weight.is_contiguous(), options, weighted, names)
+        else:
+            key = (options, weighted, names, *((w.shape, w.dtype, w.device, w.is_contiguous()) for w in weights))
+        return self._by_key.get(key) or self._plan(key, weights, names, options, weighted)
+
+    def _plan(self, key: Hashable, weights: Sequence[Tensor], names: Sequence[str], options: LookupOptions, weighted: bool) -> Route:
+        route = plan_route(weights, names, options, weighted)
+        with self._lock:
+            while len(self._by_key) >= self.limit:
+                del self._by_key[next(iter(self._by_key))]
+            return self._by_key.setdefault(key, route)
+
+    def report(self, reason: str) -> None:
+        """Note that a lookup runs in torch for this reason; or, where it is empty, in the kernels."""
+        path = f"torch: {reason}" if reason else FUSED
+        if path != self.last_path:
+            self.last_path = path
+            if reason:
+                logger.info("%s runs in %s", self.owner, path)
+
+    def run(self, route: Route, weights: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+            sample_weights: Tensor | None, shape: Sequence[int] | None = None) -> Tensor:
+        """Look up a batch, one feature a table. `sample_weights` are all features' in one tensor; `shape` is that of the result."""
+        lookup, options = route.lookup, route.options
+        parts = split_sample_weights(sample_weights, indices)
+        reason = route.reason or watched_operations()
+        self.report(reason)
+        if lookup is None or reason:
+            if lookup is not None:
+                check(lookup, indices, offsets, None if route.reason else parts)
+                _check_rows(lookup, weights, indices)
+            outputs = [fallback.lookup(*each, options) for each in zip(weights, indices, offsets, parts)]
+            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+            return out if shape is None else out.reshape(shape)
+        batch = lookup.prepare(indices, offsets, parts)
+        return lookup(weights, batch, shape or (batch.num_bags[0], lookup.width), options.sparse, sample_weights)
+
+
+def split_sample_weights(sample_weights: Tensor | None, indices: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Every feature's part of the per-sample weights of all."""
+    if sample_weights is None:
+        return (None,) * len(indices)
+    return (sample_weights,) if len(indices) == 1 else sample_weights.split([len(ids) for ids in indices])
+
+
+def plan_route(weights: Sequence[Tensor], names: Sequence[str], options: LookupOptions, weighted: bool) -> Route:
+    """The route of lookups with one feature a table."""
+    for name, weight in zip(names, weights):
+        if weight.device.type != "cpu":
+            return Route(None, options, f"{name} is on {weight.device}")
+        if weight.layout != torch.strided:
+            return Route(None, options, f"{name} is {weight.layout}")
+        if weight.dim() != 2:
+            return Route(None, options, f"{name} has shape {tuple(weight.shape)}")
+    if options.padding_idx is not None and options.padding_idx < 0:
+        options = options._replace(padding_idx=options.padding_idx + weights[0].shape[0])
+    shapes = [tuple(weight.shape) for weight in weights]
+    reason = unfused_option(options) or _unfused_table(weights, names)
+    if not reason:
+        try:
+            return Route(compile_lookup(shapes, names, options, weighted), options)
+        except (KernelError, ValueError) as error:
+            reason = str(error)
+    return Route(compile_check(shapes, names, options), options, reason)
+
+
+def unfused_option(options: LookupOptions) -> str:
+    """Which option the kernels do not implement, if any."""
+    if options.mode not in ("sum", "mean", "none"):
+        return f"mode={options.mode!r}"
+    if options.max_norm is not None:
+        return f"max_norm={options.max_norm}"
+    return "scale_grad_by_freq=True" if options.scale_grad_by_freq else ""
+
+
+def _unfused_table(weights: Sequence[Tensor], names: Sequence[str]) -> str:
+    for name, weight in zip(names, weights):
+        if weight.dtype != torch.float32:
+            return f"{name} is {weight.dtype}"
+        if not weight.is_contiguous():
+            return f"{name} has strides {weight.stride()}"
+        if not weight.numel():
+            return f"{name} has shape {tuple(weight.shape)}"
+    return ""
+
+
+def compile_lookup(shapes: Sequence[tuple[int, ...]], names: Sequence[str], options: LookupOptions, weighted: bool,
+                   backend: str | None = None) -> BagLookup:
+    """One feature a table, side by side. Raises ValueError for what no backend takes, KernelError where the backend is not built."""
+    tables, features, column = [], [], 0
+    for position, (name, shape) in enumerate(zip(names, shapes)):
+        # A table without elements is only ever checked against, for which one with an element is as good.
+        rows, dim = (max(size, 1) for size in shape)
+        pooling = options.mode if options.mode in ("mean", "none") else "sum"
+        tables.append(TableSpec(name, rows, dim))
+        features.append(FeatureSpec(name, position, pooling, column, options.padding_idx, options.include_last_offset, weighted))
+        column += dim
+    return BagLookup(tables, features, backend)
+
+
+def compile_check(shapes: Sequence[tuple[int, ...]], names: Sequence[str], options: LookupOptions) -> BagLookup | None:
+    """A lookup to validate batches with, for tables of any dtype. None for more rows than any backend takes, or a padding_idx
+    that torch refuses, too.
+    """
+    for backend in (ops.BACKEND, "reference"):
+        try:
+            return compile_lookup(shapes, names, options._replace(mode="none" if options.mode == "none" else "sum"), False, backend)
+        except KernelError:
+            continue
+        except ValueError:
+            break
+    return None
+
+
+def _check_rows(lookup: BagLookup, weights: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
+    """Raises IndexError for an id of a table without rows, of which the lookup knows one."""
+    for spec, table, weight, ids in zip(lookup.program.features, lookup.program.tables, weights, indices):
+        if not weight.shape[0] and len(ids):
+            raise id_error(spec, replace(table, rows=0), 0, int(ids[0]))
+
+
+def unreadable(*tensors: Tensor | None) -> str:
+    """Why the values of the tensors cannot be read now; empty if they can."""
+    for tensor in tensors:
+        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return f"an argument is a {type(tensor).__name__}"
+    return hidden_values()
+
+
+def check(lookup: BagLookup, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+          sample_weights: Sequence[Tensor | None] | None = None) -> None:
+    """Raise what the lookups would raise for this batch, unseen by whoever watches torch's operations to replay or to trace them."""
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+        lookup.prepare(indices, offsets, sample_weights)
