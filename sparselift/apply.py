@@ -101,8 +101,7 @@ class Applied:
         self._model_hooks = [model.register_forward_pre_hook(self.runtime.before_forward, with_kwargs=True, prepend=True),
                              model.register_forward_hook(self.runtime.after_forward, always_call=True)]
         for optimizer in optimizers:
-            step = FusedStep(self.runtime)
-            self._optimizer_hooks += [optimizer.register_step_pre_hook(step.before), optimizer.register_step_post_hook(step.after)]
+            self._optimizer_hooks += FusedStep(self.runtime).register(optimizer)
 
     def detach(self, model: nn.Module) -> None:
         """Remove hooks and forwards; pending gradients become the tensors that torch would have."""
