@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparselift.ir import OptimizerInfo
 from sparselift.kernels.base import UpdateRule
 
 
@@ -88,6 +89,29 @@ def _rowwise_adagrad(weight: Tensor, grad: Tensor, row_sum: Tensor, group: dict[
         weight.add_(change)
     else:
         weight.index_add_(0, rows, change)
+
+
+# Optimizers that have a fused rule under some options. All of them call a closure once, before anything else.
+FUSED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
+
+Holder = tuple[int, torch.optim.Optimizer, dict[str, Any]]     # position of an optimizer, the optimizer, one of its param groups
+
+
+def holders(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, list[Holder]]:
+    """The param groups that hold each parameter, in the order of the optimizers."""
+    found: dict[Tensor, list[Holder]] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                found.setdefault(weight, []).append((index, optimizer, group))
+    return found
+
+
+def optimizer_info(sparse: bool, held: Sequence[Holder]) -> OptimizerInfo | None:
+    """The optimizer of a table and the fused rule for it. `held`: the table's entry of `holders`; None where no optimizer holds it."""
+    for index, optimizer, group in held:
+        return OptimizerInfo(index, type(optimizer).__name__, *fused_rule(optimizer, group, sparse))
+    return None
 
 
 def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: bool) -> tuple[str | None, str]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sparselift.errors import LiftRefused
-from sparselift.ir import OptimizerInfo, Refusal, Table
+from sparselift.ir import Refusal, Table
 from sparselift.nn import Embedding, EmbeddingBag, TableBatchedEmbeddingBags
-from sparselift.optim import fused_rule
-from sparselift.workload import Workload
+from sparselift.optim import Holder, fused_rule, holders, optimizer_info
+from sparselift.workload import Workload, check_ranks
 
 EmbeddingModule = nn.Embedding | nn.EmbeddingBag
-Holder = tuple[int, torch.optim.Optimizer, dict[str, Any]]     # position, optimizer, param group
 
 _NATIVE = (nn.EmbeddingBag, nn.Embedding)
 _LIFTED_TYPES = (*_NATIVE, EmbeddingBag, Embedding)
@@ -44,7 +42,7 @@ class Survey:
 
 def survey(work: Workload) -> Survey:
     """Look at every module. Raises LiftRefused for a model that cannot be lifted at all."""
-    _check_model(work.model)
+    check_model(work.model, "lift")
     names: dict[Tensor, str] = {weight: name for name, weight in work.model.named_parameters()}
     modules: dict[str, EmbeddingModule] = {}
     refusals: list[Refusal] = []
@@ -77,18 +75,32 @@ def drop_sharers(modules: dict[str, EmbeddingModule], refusals: list[Refusal], m
         refusals.append(Refusal(path, f"shares its weight with {other}, which is not lifted", f"lift {other}, or untie the two"))
 
 
-def _check_model(model: nn.Module) -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise LiftRefused(f"lift: {torch.distributed.get_world_size()} ranks; lifted tables are not synchronised between ranks yet, "
-                          "so only one process is supported")
+def check_model(model: nn.Module, doing: str) -> None:
+    """Raises LiftRefused for several ranks, a wrapped model, and one that runs a plan. `doing`: "lift" or "apply", for the message."""
+    check_ranks(doing)
     for path, module in model.named_modules():
         if isinstance(module, _WRAPPERS):
-            raise LiftRefused(f"lift: {path or 'the model'} is wrapped in {type(module).__name__}, which expects torch's own gradients "
+            raise LiftRefused(f"{doing}: {path or 'the model'} is wrapped in {type(module).__name__}, which expects torch's own gradients "
                               "of the tables; hand over the module inside")
         forward = module.__dict__.get("forward")
         if type(getattr(forward, "__self__", None)).__module__.startswith("sparselift.runtime"):
-            raise LiftRefused(f"lift: the model runs a plan already (its {path!r} is lifted); "
+            raise LiftRefused(f"{doing}: the model runs a plan already (its {path!r} is lifted); "
                               "call sparselift.unapply(model, optimizer) first")
+
+
+def unliftable(paths: Iterable[str], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Refusal, ...]:
+    """Why modules that a plan lifts cannot be lifted now; empty if all can."""
+    found: dict[str, Refusal] = {}
+    fit: dict[str, EmbeddingModule] = {}
+    for path in paths:
+        module = model.get_submodule(path)
+        refusal = _refusal(path, module)
+        if refusal is not None:
+            found[path] = refusal
+        elif isinstance(module, _NATIVE):
+            fit[path] = module
+    found.update(_unfit(fit, holders(optimizers)))
+    return tuple(found.values())
 
 
 def _refusal(path: str, module: nn.Module) -> Refusal | None:
@@ -142,46 +154,43 @@ def _weight_reasons(weight: Tensor) -> Iterator[tuple[str, str]]:
 def _tables(work: Workload, names: Mapping[Tensor, str], modules: dict[str, EmbeddingModule]) -> tuple[
         dict[Tensor, Table], list[Refusal]]:
     """The tables of the modules. Modules whose table's update cannot be taken over leave `modules` and are refused."""
-    holders: dict[Tensor, list[Holder]] = {}
-    for index, optimizer in enumerate(work.optimizers):
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                holders.setdefault(weight, []).append((index, optimizer, group))
+    held = holders(work.optimizers)
+    refusals = _unfit(modules, held)
+    for path in refusals:
+        del modules[path]
+    tables: dict[Tensor, Table] = {}
+    for module in modules.values():
+        weight = module.weight
+        info = optimizer_info(module.sparse, held.get(weight, []))
+        tables[weight] = Table(names[weight], len(weight), weight.shape[1], "float32", module.sparse, info)
+    return tables, list(refusals.values())
+
+
+def _unfit(modules: Mapping[str, EmbeddingModule], held: Mapping[Tensor, Sequence[Holder]]) -> dict[str, Refusal]:
+    """The modules whose table's update cannot be taken over, and why."""
     sparse: dict[Tensor, set[bool]] = {}
     for module in modules.values():
         sparse.setdefault(module.weight, set()).add(module.sparse)
-    tables: dict[Tensor, Table] = {}
-    refusals: list[Refusal] = []
-    for path, module in list(modules.items()):
-        weight = module.weight
-        for reason, remedy in _update_reasons(weight, sparse[weight], holders.get(weight, [])):
-            refusals.append(Refusal(path, reason, remedy))
-            del modules[path]
+    found = {}
+    for path, module in modules.items():
+        for reason, remedy in _update_reasons(module.weight, sparse[module.weight], held.get(module.weight, [])):
+            found[path] = Refusal(path, reason, remedy)
             break
-        else:
-            info = _optimizer_info(module.sparse, holders.get(weight, []))
-            tables[weight] = Table(names[weight], len(weight), weight.shape[1], "float32", module.sparse, info)
-    return tables, refusals
+    return found
 
 
-def _update_reasons(weight: Tensor, sparse: set[bool], holders: Sequence[Holder]) -> Iterator[tuple[str, str]]:
+def _update_reasons(weight: Tensor, sparse: set[bool], held: Sequence[Holder]) -> Iterator[tuple[str, str]]:
     if len(sparse) > 1:
         yield ("modules that share its weight differ in sparse=, so that torch adds a sparse to a dense gradient",
                "give them the same sparse=")
-    elif len(holders) > 1:
-        yield f"its weight is in {len(holders)} parameter groups, so that a step updates it more than once", "keep it in one"
+    elif len(held) > 1:
+        yield f"its weight is in {len(held)} parameter groups, so that a step updates it more than once", "keep it in one"
     elif weight.requires_grad and False in sparse:
-        for _, optimizer, group in holders:
+        for _, optimizer, group in held:
             rule, reason = fused_rule(optimizer, group, sparse=False)
             if rule is None:
                 yield (f"its gradient is dense (sparse=False), and {type(optimizer).__name__} natively moves untouched rows too: {reason}",
                        "sparse=True, or an optimizer that leaves untouched rows alone")
-
-
-def _optimizer_info(sparse: bool, holders: Sequence[Holder]) -> OptimizerInfo | None:
-    for index, optimizer, group in holders:
-        return OptimizerInfo(index, type(optimizer).__name__, *fused_rule(optimizer, group, sparse))
-    return None
 
 
 def _note(module: nn.Module) -> str:

@@ -33,7 +33,7 @@ class FuseUpdate(Rewrite):
     summary = "sum duplicate gradients and update rows in one kernel, in optimizer.step()"
     scope = "class"
     equivalence_note = ("reassociated; bitwise for update='native' and for coalesce='none', where a table has sparse gradients "
-                        "and one lookup a step, and the loop does not clip")
+                        "and one lookup a step, and the loop does not clip (nor accumulate, for coalesce='none')")
     knobs = (
         Knob("update", ("native", "coalesced", "fused"), "native",
              "native: torch's optimizer gets an ordinary gradient; coalesced: one whose duplicates a kernel has summed; "
@@ -61,8 +61,10 @@ class FuseUpdate(Rewrite):
         return None
 
     def equivalence(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str:
-        # A norm over all gradients is summed in another order than torch's, and clipping scales by it.
-        if "clip" in (structure.uses or ()):
+        # A norm over all gradients is summed in another order than torch's, and clipping scales by it. Adding up two sparse gradients,
+        # torch sums some of their rows before the optimizer sees them.
+        uses = structure.uses or ()
+        if "clip" in uses or (knobs["update"] == "fused" and "accumulate" in uses):
             return "reassociated"
         # Autograd adds up the gradients of a shared table in its own order, and a dense gradient sums before it is ours to see.
         one_sparse_lookup = all(table.sparse and len(structure.features_of(table.name)) <= 1 for table in tables_at(structure, site))
