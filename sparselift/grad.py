@@ -197,7 +197,7 @@ class PendingGrad(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (),  # type: ignore[override]
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        handler = _LAZY.get(func)
+        handler = LAZY_OPERATIONS.get(func)
         if handler is not None:
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
@@ -307,7 +307,8 @@ def _itself(grad: PendingGrad) -> PendingGrad:
     return grad
 
 
-_LAZY: dict[Any, Callable[..., Any]] = {
+# What is answered without computing the gradient. A handler that gives NotImplemented leaves the case to the gradient itself.
+LAZY_OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.mul_.Tensor: _scale,
