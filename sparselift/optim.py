@@ -128,6 +128,8 @@ def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: 
     kind = type(optimizer)
     if group.get("differentiable"):
         return None, f"{kind.__name__} with differentiable=True, whose step is part of the autograd graph"
+    if sparse and group.get("fused"):
+        return None, f"{kind.__name__} with fused=True, which torch refuses for sparse gradients"
     if kind is torch.optim.SGD:
         for option in ("momentum", "weight_decay", "nesterov"):
             if group[option]:
