@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn.parallel import DistributedDataParallel
 
+from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Structure
 from sparselift.runtime._hot import Slots, TableGrad, clear_all, plain_weights, serve
 from sparselift.runtime.groups import LookupGroup
@@ -71,7 +73,10 @@ class Runtime:
                            self.owners, self.backend)
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The root forward's pre-hook."""
+        """The root forward's pre-hook. Raises LiftRefused inside a DistributedDataParallel, which waits for gradients in backward."""
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise LiftRefused("forward: the model is wrapped in DistributedDataParallel, which expects torch's own gradients of the "
+                              "tables; call sparselift.unapply first")
         if not is_compiling() and not _transforming():
             for prelude in self.preludes:
                 prelude.run(args, kwargs)
