@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Structure
-from sparselift.runtime._hot import Slots, TableGrad, clear_all, plain_weights, serve
+from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.groups import LookupGroup
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
@@ -141,7 +141,8 @@ class LiftedForward:
     def __init__(self, runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> None:
         self.runtime, self.module, self.features = runtime, module, tuple(features)
         self.in_prelude = False
-        self.slots = Slots(module)
+        self.options = options_of(module)
+        self.slots = Slots(module, self.options)
         self.alone: dict[tuple[str, bool], LookupGroup] = {}  # by form and whether weighted
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,7 +150,7 @@ class LiftedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.slots, self.alone = Slots(self.module), {}
+        self.slots, self.alone = Slots(self.module, self.options), {}
 
     def by_itself(self, form: str, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
         """One fused lookup of this module alone, or None where only torch's forward means what it should."""
@@ -158,6 +159,9 @@ class LiftedForward:
             return None
         if not isinstance(ids, Tensor) or not ids.is_cpu or ids.dtype not in (torch.int64, torch.int32):
             runtime.aside(feature.name, "torch's forward ran: the ids are no int32 or int64 tensor on the CPU")
+            return None
+        if not self.slots.has_its_options():
+            runtime.aside(feature.name, "torch's forward ran: an option of the module (mode, max_norm ...) changed after apply")
             return None
         table = runtime.tables[feature.table]
         weights = plain_weights([runtime.owners[table.name]])

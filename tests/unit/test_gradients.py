@@ -448,6 +448,21 @@ def test_grad_of_tables(pair: Pair) -> None:
     pair.check()
 
 
+def test_many_gradients_of_a_table_at_once_are_refused() -> None:
+    pair = Pair(sparse=False)
+    for model in (pair.native, pair.lifted):
+        out = model(*batch(0))
+        many = torch.eye(len(out))[:, :, None]
+
+        def grads(weight: Tensor, out: Tensor = out, many: Tensor = many) -> Any:
+            return torch.autograd.grad(out, [weight], grad_outputs=many, is_grads_batched=True, retain_graph=True)
+
+        assert grads(model.top.weight)[0].shape[0] == len(out)
+        if model is pair.lifted:
+            with pytest.raises(LiftRefused, match="is_grads_batched"):
+                grads(model.emb[0].weight)
+
+
 def test_gradient_of_sample_weights_alone_leaves_tables_alone() -> None:
     pair = Pair(weighted=True, concat=False)
     found = []

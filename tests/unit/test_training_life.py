@@ -334,6 +334,25 @@ def test_hooks_of_lifted_modules() -> None:
     assert logs[0] == logs[1] == ["forward", "backward"] * 2
 
 
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("option", [("mode", "mean"), ("padding_idx", 3), ("max_norm", 0.5), ("sparse", False)])
+def test_options_of_modules_that_change_after_apply(option: tuple[str, Any], copied: bool) -> None:
+    def loop(side: Side) -> None:
+        side.step(0)
+        setattr(side.model.emb[1], *option)
+        for seed in range(2):
+            side.step(seed)
+        if copied and side.plan is not None:      # a copy has not forgotten
+            side.model, side.optimizer = copy.deepcopy((side.model, side.optimizer))
+        side.backward(5)
+        assert side.model.emb[1].weight.grad.is_sparse == side.model.emb[1].sparse
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    _, planned = sides(loop, exact=False)
+    assert "emb.1: torch's forward ran: an option of the module" in explain(planned.model)
+
+
 def test_tables_tied_and_untied_after_apply() -> None:
     def loop(side: Side) -> None:
         side.step(0)
