@@ -48,19 +48,30 @@ class Arrival:
 
 
 class GradState:
-    """What a pending gradient stands for; shared by the aliases that `detach` hands out.
+    """What a pending gradient stands for; shared by the aliases of a dense one that `detach` hands out.
 
     Either `value` is None and the gradient is the sum of what arrived, each times its scale (1 if `scales` is None), or `value`
-    is the gradient and `arrived` is empty. Tables that got their gradients from the same backwards share one tuple.
+    is the gradient and `arrived` is empty. Tables that got their gradients from the same backwards share one tuple. `origin` is what a
+    sparse one was detached from.
     """
 
-    __slots__ = ("table", "shape", "sparse", "arrived", "scales", "value", "__weakref__")
+    __slots__ = ("table", "shape", "sparse", "arrived", "scales", "value", "origin", "__weakref__")
 
     def __init__(self, table: str, shape: tuple[int, int], sparse: bool) -> None:
         self.table, self.shape, self.sparse = table, shape, sparse
         self.arrived: tuple[Arrival, ...] = ()
         self.scales: tuple[float, ...] | None = None
         self.value: Tensor | None = None
+        self.origin: GradState | None = None
+
+    def detached(self) -> GradState:
+        """What torch's `detach` gives: for a dense gradient the same memory; a sparse one shares values until either is written to."""
+        if not self.sparse:
+            return self
+        other = GradState(self.table, self.shape, True)
+        other.arrived, other.scales, other.origin = self.arrived, self.scales, self
+        other.value = None if self.value is None else self.value.detach()
+        return other
 
     def clear(self) -> None:
         self.arrived, self.scales, self.value = (), None, None
@@ -84,7 +95,11 @@ class GradState:
     def keep(self) -> Tensor:
         """The gradient as torch would hold it; what is written to it is the gradient from now on."""
         if self.value is None:
-            self.replace(self.tensor())
+            origin = self.origin
+            if origin is not None and origin.value is None and (origin.arrived, origin.scales) == (self.arrived, self.scales):
+                self.replace(origin.keep().detach())
+            else:
+                self.replace(self.tensor())
         assert self.value is not None
         return self.value
 
@@ -184,6 +199,19 @@ class PendingGrad(Tensor):
     def state(self) -> GradState:
         return self._state
 
+    @property
+    def data(self) -> Tensor:
+        return PendingGrad(self._state.detached())
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if isinstance(new, PendingGrad):
+            if new._state is not self._state:
+                self._state.replace(new._state.keep().detach())
+        else:
+            Tensor.data.__set__(self, new)                    # type: ignore[attr-defined]  # dtype, say; refuses another layout
+            self._state.replace(new.detach())
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._state.tensor())
 
@@ -247,7 +275,9 @@ def _real(grad: PendingGrad, kept: bool, touched: dict[int, PendingGrad]) -> Ten
 
 def _each(func: Any) -> Callable[..., Any]:
     """A foreach operation as one call a tensor: torch's own has no kernel for sparse gradients, and ours need none."""
-    def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor] | None:
+    def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(argument, Tensor) and argument.dim() for argument in args):
+            return NotImplemented                             # one number for all is what it takes
         results = [func(tensor, *args, **kwargs) for tensor in tensors]
         return None if func._schema.is_mutable else results
     return run
@@ -281,7 +311,8 @@ def _scale(grad: PendingGrad, factor: Any) -> Any:
 
 def _clamp(grad: PendingGrad, min: Any = None, max: Any = None) -> Any:
     low, high = -math.inf if min is None else min, math.inf if max is None else max
-    if not isinstance(grad, PendingGrad) or not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
+    if not isinstance(grad, PendingGrad) or (min is None and max is None) or not isinstance(low, (int, float)) \
+            or not isinstance(high, (int, float)):
         return NotImplemented
     return grad if grad._state.clamp(low, high) else NotImplemented
 
@@ -300,7 +331,7 @@ def _zero(grad: PendingGrad) -> PendingGrad:
 
 
 def _detach(grad: PendingGrad) -> PendingGrad:
-    return PendingGrad(grad._state)
+    return PendingGrad(grad._state.detached())
 
 
 def _itself(grad: PendingGrad) -> PendingGrad:

@@ -135,12 +135,14 @@ def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: 
 
 
 def _has(option: str) -> Callable[[Any], bool]:
-    return lambda subject: bool(subject[0][option])
+    return lambda subject: bool(subject[0].get(option))
 
 
 _MOVES = "moves rows that no id names, or keeps state that the fused update lacks"
 _DIFFERENTIABLE = Rule("`differentiable=True`", _has("differentiable"),
                        "{optimizer} with differentiable=True, whose step is part of the autograd graph")
+_FUSED = Rule("`fused=True` with sparse gradients", lambda subject: bool(subject[0].get("fused")) and subject[1],
+              "{optimizer} with fused=True, which torch refuses for sparse gradients")
 _TENSOR_RATE = Rule("a tensor as learning rate", lambda subject: isinstance(subject[0]["lr"], Tensor),
                     "{optimizer} with a tensor learning rate")
 _NO_FLOOR = Rule("a dense gradient, `eps=0` and no initial accumulator",
@@ -150,13 +152,13 @@ _NO_FLOOR = Rule("a dense gradient, `eps=0` and no initial accumulator",
 # By exact type, what has no fused rule, given (param group, whether gradients are sparse). Everything else about these types has.
 OPTIMIZER_RULES: dict[type[torch.optim.Optimizer], tuple[Rule, ...]] = {
     torch.optim.SGD: (
-        _DIFFERENTIABLE,
+        _DIFFERENTIABLE, _FUSED,
         Rule("`momentum`", _has("momentum"), "SGD with momentum={momentum} " + _MOVES),
         Rule("`weight_decay`", _has("weight_decay"), "SGD with weight_decay={weight_decay} " + _MOVES),
         Rule("`nesterov`", _has("nesterov"), "SGD with nesterov={nesterov} " + _MOVES),
         _TENSOR_RATE),
     torch.optim.Adagrad: (
-        _DIFFERENTIABLE,
+        _DIFFERENTIABLE, _FUSED,
         Rule("`weight_decay`", _has("weight_decay"), "Adagrad with weight_decay={weight_decay} (torch refuses it for sparse gradients)"),
         _TENSOR_RATE, _NO_FLOOR),
     RowWiseAdagrad: (

@@ -48,15 +48,25 @@ cdef class Served:
                 and version_of(sample_weights) == self.sample_weights_version)
 
 
+# What a lookup means, besides its arguments: attributes of nn.EmbeddingBag and nn.Embedding.
+cdef tuple OPTIONS = ("mode", "padding_idx", "include_last_offset", "sparse", "max_norm", "scale_grad_by_freq")
+
+
+def options_of(module):
+    """The options of an embedding module; None for those that it does not have."""
+    return tuple([module.__dict__.get(name) for name in OPTIONS])
+
+
 cdef class Slots:
-    """Results that wait for one module."""
+    """Results that wait for one module. `options` are those that it had when the plan was applied."""
 
     cdef list waiting
     cdef object module
+    cdef tuple options
 
-    def __init__(self, module):
+    def __init__(self, module, options):
         self.waiting = []
-        self.module = module
+        self.module, self.options = module, options
 
     def __len__(self):
         return len(self.waiting)
@@ -67,17 +77,28 @@ cdef class Slots:
     def take(self, indices, offsets, sample_weights):
         """The result for these very tensors and the module's weight, none of them written to since; None if there is none.
 
-        Each result is handed out once.
+        Each result is handed out once; none, if somebody changed an option of the module.
         """
         cdef Served served
         cdef Py_ssize_t place
         for place in range(len(self.waiting)):
             served = <Served>self.waiting[place]
             if (served.is_for(indices, offsets, sample_weights) and served.weight is self.module._parameters.get("weight")
-                    and version_of(served.weight) == served.weight_version and served.grad_mode == is_grad_enabled()):
+                    and version_of(served.weight) == served.weight_version and served.grad_mode == is_grad_enabled()
+                    and self.has_its_options()):
                 del self.waiting[place]
                 return served.output
         return None
+
+    cpdef bint has_its_options(self) except -1:
+        """Whether the module is still what it was when the plan was applied."""
+        cdef dict now = self.module.__dict__
+        cdef Py_ssize_t place
+        for place in range(len(OPTIONS)):
+            option = now.get(OPTIONS[place])
+            if option is not self.options[place] and option != self.options[place]:
+                return False
+        return True
 
 
 def clear_all(slots):

@@ -9,6 +9,7 @@ hook and no saved tensor ever depends on memory that something else may write to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -31,15 +32,43 @@ class ConcatLayout:
     ----------
     widths     (parts,) columns of each
     is_lookup  (parts,) whether it is one of the fused lookups
+    lookups    (lookups,) their places
     others     (place, first column, width) of each part that is none
     """
 
-    __slots__ = ("is_lookup", "others", "widths")
+    __slots__ = ("is_lookup", "lookups", "others", "widths")
 
     def __init__(self, widths: Sequence[int], is_lookup: Sequence[bool]) -> None:
         self.widths, self.is_lookup = tuple(widths), tuple(is_lookup)
+        self.lookups = tuple(place for place, is_one in enumerate(is_lookup) if is_one)
         starts = (0, *accumulate(widths))
         self.others = tuple((place, starts[place], width) for place, width in enumerate(widths) if not is_lookup[place])
+
+
+class Uses:
+    """What became of the slices of one buffer.
+
+    Attributes
+    ----------
+    apart    whether a slice was used by something that is no concat, so that this concat copies, and some slices may get no gradient
+    reached  of these, places that a gradient arrived at
+    """
+
+    __slots__ = ("apart", "reached")
+
+    def __init__(self) -> None:
+        self.apart = False
+        self.reached: set[int] = set()
+
+    def watch(self, part: Tensor, place: int) -> None:
+        """Notice a gradient of a slice. Its columns of the whole's gradient are zero either way."""
+        self.apart = True
+        if part.requires_grad:
+            part.register_hook(partial(self._arrived, place))
+
+    def _arrived(self, place: int, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.reached.add(place)
 
 
 class ConcatBuffer:
@@ -49,13 +78,13 @@ class ConcatBuffer:
     collection.
     """
 
-    __slots__ = ("layout", "raw", "result", "used", "whole")
+    __slots__ = ("layout", "raw", "result", "uses", "watched", "whole")
 
-    def __init__(self, whole: Tensor, raw: Tensor, layout: ConcatLayout) -> None:
+    def __init__(self, whole: Tensor, raw: Tensor, layout: ConcatLayout, uses: Uses) -> None:
         """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths)."""
-        self.whole, self.raw, self.layout = whole, raw, layout
+        self.whole, self.raw, self.layout, self.uses = whole, raw, layout, uses
         self.result: Tensor | None = None
-        self.used = False          # a slice was used by something that is no concat
+        self.watched: set[int] = set()      # slices whose gradients are
 
     def slices(self) -> list[Tensor]:
         """One (B, n) tensor a lookup."""
@@ -65,7 +94,7 @@ class ConcatBuffer:
 
     def joined(self, parts: Sequence[Any]) -> Tensor | None:
         """The concat of `parts`, if it is the one that this buffer was laid out for and nobody has it or its slices yet."""
-        if self.used or self.result is not None or not are_labelled(parts, self.layout.is_lookup, PooledSlice, self):
+        if self.uses.apart or self.result is not None or not are_labelled(parts, self.layout.is_lookup, PooledSlice, self):
             return None
         if not self.layout.others:
             self.result = self.whole
@@ -80,7 +109,10 @@ class ConcatBuffer:
     def lend(self, part: PooledSlice, copies: dict[int, Tensor]) -> Tensor:
         """The slice for a use that is no concat: itself before the concat, a copy after it."""
         if self.result is None:
-            self.used = True
+            place = part._part[1]
+            if place not in self.watched:
+                self.watched.add(place)
+                self.uses.watch(part, place)
             return part
         if self.result._version:
             raise RuntimeError("a lookup's output was used after the torch.cat that consumed it was modified in place; " + _SHARED)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from sparselift.errors import LiftRefused
 from sparselift.grad import accumulated
 
 
@@ -74,6 +75,8 @@ class _Engine(torch._C._ImperativeEngine):
         if before is None and not groups:
             return self._inner.run_backward(outputs, grads, keep_graph, create_graph, inputs, allow_unreachable=allow_unreachable,
                                             accumulate_grad=accumulate_grad)
+        if groups and any(isinstance(grad, Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+            raise LiftRefused("is_grads_batched=True for lifted tables: their backward runs in kernels; call sparselift.unapply first")
         here = _here.wanted = Wanted(inputs, accumulate_grad) if groups else None
         try:
             found = self._inner.run_backward(outputs, grads, keep_graph, create_graph, (*inputs, *(group.anchor for group in groups)),

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn.parallel import DistributedDataParallel
 
+from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Structure
-from sparselift.runtime._hot import Slots, TableGrad, clear_all, plain_weights, serve
+from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.groups import LookupGroup
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
@@ -71,7 +73,10 @@ class Runtime:
                            self.owners, self.backend)
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The root forward's pre-hook."""
+        """The root forward's pre-hook. Raises LiftRefused inside a DistributedDataParallel, which waits for gradients in backward."""
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise LiftRefused("forward: the model is wrapped in DistributedDataParallel, which expects torch's own gradients of the "
+                              "tables; call sparselift.unapply first")
         if not is_compiling() and not _transforming():
             for prelude in self.preludes:
                 prelude.run(args, kwargs)
@@ -136,7 +141,8 @@ class LiftedForward:
     def __init__(self, runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> None:
         self.runtime, self.module, self.features = runtime, module, tuple(features)
         self.in_prelude = False
-        self.slots = Slots(module)
+        self.options = options_of(module)
+        self.slots = Slots(module, self.options)
         self.alone: dict[tuple[str, bool], LookupGroup] = {}  # by form and whether weighted
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,7 +150,7 @@ class LiftedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.slots, self.alone = Slots(self.module), {}
+        self.slots, self.alone = Slots(self.module, self.options), {}
 
     def by_itself(self, form: str, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
         """One fused lookup of this module alone, or None where only torch's forward means what it should."""
@@ -153,6 +159,9 @@ class LiftedForward:
             return None
         if not isinstance(ids, Tensor) or not ids.is_cpu or ids.dtype not in (torch.int64, torch.int32):
             runtime.aside(feature.name, "torch's forward ran: the ids are no int32 or int64 tensor on the CPU")
+            return None
+        if not self.slots.has_its_options():
+            runtime.aside(feature.name, "torch's forward ran: an option of the module (mode, max_norm ...) changed after apply")
             return None
         table = runtime.tables[feature.table]
         weights = plain_weights([runtime.owners[table.name]])

@@ -21,7 +21,7 @@ from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment
 from sparselift.memory import OutputRing
 from sparselift.runtime import engine
 from sparselift.runtime._hot import TableGrad, accumulate, trainable
-from sparselift.runtime.concat import ConcatBuffer, ConcatLayout
+from sparselift.runtime.concat import ConcatBuffer, ConcatLayout, Uses
 from sparselift.runtime.inputs import Fetch, compile_fetch
 from sparselift.schedule import TableSchedule
 
@@ -133,7 +133,7 @@ class LookupGroup:
 class LookupCall:
     """One batch on its way through a group: the prepared ids, and what its backward must do."""
 
-    __slots__ = ("batch", "buffer", "grads", "group", "hooks", "shapes", "trainable", "versions", "weighted", "weights")
+    __slots__ = ("batch", "buffer", "grads", "group", "hooks", "shapes", "trainable", "uses", "versions", "weighted", "weights")
 
     group: LookupGroup
     batch: IndexBatch
@@ -141,12 +141,13 @@ class LookupCall:
     weighted: tuple[int, ...]      # features whose per-sample weights want a gradient
     versions: list[int]            # of the weights at the lookup, where a per-sample weight wants a gradient
     buffer: Tensor | None
+    uses: Uses | None              # of a concat's slices
 
     def __init__(self, group: LookupGroup, weights: Sequence[Tensor], grads: Sequence[TableGrad]) -> None:
         self.group, self.weights, self.grads = group, weights, grads
         self.trainable = trainable(weights)
         self.hooks = RemovableHandle.next_id           # torch counts every hook that is registered anywhere
-        self.buffer = None
+        self.buffer = self.uses = None
 
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> None:
         """Hand the ids to the kernels, flat: (B, L) ids are bags of L, and each id of an nn.Embedding is a bag of its own."""
@@ -186,7 +187,8 @@ class LookupCall:
             return list(outputs)
         assert self.buffer is not None
         buffer, self.buffer = self.buffer, None        # the call outlives the forward; the output must not
-        return ConcatBuffer(outputs[0], buffer, self.group.layout).slices()
+        self.uses = Uses()
+        return ConcatBuffer(outputs[0], buffer, self.group.layout, self.uses).slices()
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""
@@ -202,7 +204,10 @@ class LookupCall:
             else:
                 for place in places:
                     wanted.collect(self.weights[place], self.grads[place].alone(arrival))
-        return [self._sample_weight_grad(f, grad) for f in self.weighted]
+        weight_grads = [self._sample_weight_grad(f, grad) for f in self.weighted]
+        if self.uses is not None:
+            self.uses.reached.clear()          # a graph that is kept may be run again, from another loss
+        return weight_grads
 
     def _arranged(self, grads: Sequence[Tensor | None]) -> Tensor | list[Tensor | None]:
         if self.group.concat is not None:
@@ -213,12 +218,22 @@ class LookupCall:
     def _reached(self, grad: Tensor | Sequence[Tensor | None]) -> Sequence[int]:
         """The trainable tables that a gradient arrived at."""
         if isinstance(grad, Tensor):
-            return self.trainable
-        reached = {t for t, g in zip(self.group.table_of, grad) if g is not None}
+            if self.uses is None or not self.uses.apart:
+                return self.trainable
+            reached = {t for feature, t in enumerate(self.group.table_of) if self._is_reached(feature)}
+        else:
+            reached = {t for t, g in zip(self.group.table_of, grad) if g is not None}
         return [t for t in self.trainable if t in reached]
+
+    def _is_reached(self, feature: int) -> bool:
+        """Whether a concat's gradient is this lookup's, too, and not only zeros in its columns."""
+        assert self.group.layout is not None
+        return self.uses is None or not self.uses.apart or self.group.layout.lookups[feature] in self.uses.reached
 
     def _sample_weight_grad(self, feature: int, grad: Tensor | Sequence[Tensor | None]) -> Tensor | None:
         if isinstance(grad, Tensor):
+            if not self._is_reached(feature):
+                return None
             spec = self.group.program.features[feature]
             own: Tensor | None = grad[:, spec.column:spec.column + self.group.tables[self.group.table_of[feature]].dim]
         else:

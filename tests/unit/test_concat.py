@@ -36,14 +36,19 @@ def with_dense(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def lifted(use: Use, with_dense: bool) -> tuple[Used, torch.optim.Optimizer]:
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def lifted(use: Use, with_dense: bool, make: Callable[[Any], torch.optim.Optimizer] = sgd, coalesce: str = "none") -> tuple[
+        Used, torch.optim.Optimizer]:
     model = Used(use, with_dense)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = make(model.parameters())
     structure = bags_structure(model, [optimizer])
     if not with_dense:
         (concat,) = structure.concats
         structure = replace(structure, concats=(replace(concat, parts=concat.parts[1:]),))
-    attach(structure, schedule(structure, coalesce="none"), model, [optimizer], "reference")
+    attach(structure, schedule(structure, coalesce=coalesce), model, [optimizer], "reference")
     return model, optimizer
 
 
@@ -155,3 +160,40 @@ def test_the_concat_is_the_buffer_itself(with_dense: bool) -> None:
     model, _ = lifted(look, with_dense)
     model(*batch(0))
     assert pointers[0][0] == pointers[0][1]
+
+
+def alternating(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    """One lookup a step, then all of them."""
+    model.steps = getattr(model, "steps", 0) + 1
+    return pooled[model.steps % 3].sum(1, keepdim=True) if model.steps % 4 else model.top(join())
+
+
+def one_detached(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    return pooled[0].sum(1, keepdim=True) + pooled[1].detach().sum(1, keepdim=True)
+
+
+def one_in_no_grad(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    with torch.no_grad():
+        factor = pooled[2].sum(1, keepdim=True)
+    pooled[0].mul_(2)
+    return pooled[0].sum(1, keepdim=True) * factor
+
+
+@pytest.mark.parametrize("use", [alternating, one_detached, one_in_no_grad])
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+                                  lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.5)], ids=["momentum", "adagrad"])
+def test_a_lookup_that_the_loss_does_not_use_gives_its_table_no_gradient(
+        use: Use, make: Callable[[Any], torch.optim.Optimizer], with_dense: bool) -> None:
+    """Not one of zeros, with which momentum would go on and steps would count."""
+    native = Used(use, with_dense)
+    optimizer = make(native.parameters())
+    planned, planned_optimizer = lifted(use, with_dense, make, "chain")
+    for seed in range(8):
+        for model in (native, planned):
+            model(*batch(seed)).pow(2).mean().backward()
+        for a, b in zip(native.parameters(), planned.parameters()):
+            assert (a.grad is None) == (b.grad is None)
+        for each in (optimizer, planned_optimizer):
+            each.step()
+            each.zero_grad()
+    assert_same(native, planned, exact=False)

@@ -272,6 +272,7 @@ RULES = [
     (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.5}, "weight_decay=0.5", "weight_decay=0.5"),
     (torch.optim.SGD, {"lr": torch.tensor(0.1)}, "tensor learning rate", "tensor learning rate"),
     (torch.optim.SGD, {"lr": 0.1, "differentiable": True}, "differentiable=True", "differentiable=True"),
+    (torch.optim.SGD, {"lr": 0.1, "fused": True}, "refuses for sparse gradients", "sgd"),
     (torch.optim.Adagrad, {"lr": 0.1}, "adagrad", "adagrad"),
     (torch.optim.Adagrad, {"lr": 0.1, "eps": 0.0}, "adagrad", "eps=0"),
     (torch.optim.Adagrad, {"lr": 0.1, "eps": 0.0, "initial_accumulator_value": 1.0}, "adagrad", "adagrad"),

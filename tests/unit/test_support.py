@@ -99,6 +99,8 @@ def test_every_kind_of_update_that_is_not_taken_over(rule: Rule) -> None:
 
 OPTIMIZERS: dict[tuple[type, str], tuple[dict[str, Any], bool]] = {       # options, and whether the gradient is sparse
     (torch.optim.SGD, "`differentiable=True`"): ({"differentiable": True}, True),
+    (torch.optim.SGD, "`fused=True` with sparse gradients"): ({"fused": True}, True),
+    (torch.optim.Adagrad, "`fused=True` with sparse gradients"): ({"fused": True}, True),
     (torch.optim.SGD, "`momentum`"): ({"momentum": 0.9}, True),
     (torch.optim.SGD, "`weight_decay`"): ({"weight_decay": 0.1}, True),
     (torch.optim.SGD, "`nesterov`"): ({"nesterov": True, "momentum": 0.9}, True),
