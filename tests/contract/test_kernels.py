@@ -230,6 +230,31 @@ class TestKernels:
             again, _ = program.coalesced_grad(table, segments)
             assert torch.equal(again, unique)
 
+    def test_a_look_up_is_a_prepare_and_a_forward(self, backend, case):
+        program = case.compile(backend)
+        bags = case.prepare(program).num_bags
+        call = case.weights, case.indices, case.offsets, case.sample_weights
+        if len(set(bags)) > 1:
+            with pytest.raises(ValueError, match="with the B of every feature"):
+                program.look_up(*call)
+            return
+        batch, out = program.look_up(*call)
+        assert np.array_equal(out.numpy(), np.concatenate([pooled(case, f) for f in range(len(case.features))], 1))
+        grads = random_grads(case, batch, 5)
+        for table in range(len(case.tables)):
+            ids, values = program.lookup_grads(table, batch, torch.cat(grads, 1))
+            want_ids, want = lookup_grads(case, table, grads)
+            assert ids.dtype == torch.int64 and ids.tolist() == [want_ids]
+            assert np.array_equal(values.numpy(), want)
+
+    def test_tables_that_fit(self, backend):
+        case = random_case(1)
+        program = case.compile(backend)
+        first, second = case.weights
+        assert program.fits(case.weights) and program.fits([first.requires_grad_(), second])
+        for other in (second.double(), second[1:], second.t().contiguous().t(), torch.cat([second, second], 1)[:, ::2]):
+            assert not program.fits([first, other])
+
     @pytest.mark.parametrize("dim", [3, 64, 1000])
     @pytest.mark.parametrize("padding", [False, True])
     def test_gradient_of_sample_weights(self, backend, dim, padding):
