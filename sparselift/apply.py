@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, OptimizerInfo, Structure, Table
-from sparselift.memory import HugePages, set_huge_pages
-from sparselift.optim import fused_rule
+from sparselift.lift.modules import check_model, unliftable
+from sparselift.memory import HugePages, huge_pages, set_huge_pages
+from sparselift.optim import holders, optimizer_info
 from sparselift.plan import Plan, check_fits
 from sparselift.runtime.executor import Runtime
 from sparselift.runtime.step import FusedStep
 from sparselift.schedule import Schedule, build_schedule
-from sparselift.workload import Optimizers, as_tuple
+from sparselift.workload import Optimizers, as_tuple, check_ranks
 
 ATTRIBUTE = "_sparselift"          # of an applied root module
 
@@ -40,14 +41,20 @@ def apply(plan: Plan, model: nn.Module, optimizer: Optimizers, process_group: ob
     Raises
     ------
     PlanMismatchError   model or optimizers differ from the plan's: names each field
-    LiftRefused         more than one rank (no exchange yet), or a model that has a plan already
+    LiftRefused         more than one rank (no exchange yet), a model that has a plan already, or modules that `lift` would not take
     """
-    if process_group is not None or _world_size() > 1:
-        raise LiftRefused(f"apply: {_world_size()} ranks; lifted tables are not synchronised between ranks yet: a plan runs in one process")
+    check_ranks("apply")
+    if process_group is not None:
+        raise LiftRefused("apply: a process group; lifted tables are not synchronised between ranks yet: a plan runs in one process")
     if ATTRIBUTE in model.__dict__:
         raise LiftRefused(f"apply: {type(model).__name__} has a plan already; call sparselift.unapply first")
     optimizers = as_tuple(optimizer)
     check_fits(plan, structure=current_structure(plan.structure, model, optimizers))
+    if plan.config.path == "planned":
+        check_model(model, "apply")
+        refusals = unliftable(dict.fromkeys(feature.module for feature in plan.structure.features), model, optimizers)
+        if refusals:
+            raise LiftRefused("apply: " + "; ".join(map(str, refusals)))
     Applied(plan.structure, build_schedule(plan.structure, plan.config), model, backend).attach(model, optimizers)
     return model, optimizer
 
@@ -58,7 +65,7 @@ def unapply(model: nn.Module, optimizer: Optimizers) -> tuple[nn.Module, Optimiz
     if applied is None:
         raise LiftRefused(f"unapply: no plan is applied to this {type(model).__name__}")
     applied.detach(model)
-    applied.set_pages(False)
+    applied.restore_pages()
     return model, optimizer
 
 
@@ -75,26 +82,26 @@ class Applied:
         self.structure, self.schedule = structure, schedule
         self.runtime = None if schedule.path == "native" else Runtime(structure, schedule, model, backend)
         self.pages: dict[str, HugePages] = {}
+        self._moved: dict[str, int] = {}                 # tables that `set_pages` moved into huge pages, and their addresses
         self._model_hooks: list[Any] = []
         self._optimizer_hooks: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied or unpickled optimizer has no hooks (torch leaves them behind), and a copied model's are its own.
-        return {**self.__dict__, "_optimizer_hooks": []}
+        # A copied or unpickled optimizer has no hooks (torch leaves them behind), and a copied model's memory is its own.
+        return {**self.__dict__, "_optimizer_hooks": [], "pages": {}, "_moved": {}}
 
     def attach(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Install the hooks and the lifted forwards. An exception leaves the model native."""
         model.__dict__[ATTRIBUTE] = self
         if self.runtime is None:
             return
-        self.set_pages(True)
+        self.set_pages()
         for name, forward in self.runtime.forwards.items():
             model.get_submodule(name).forward = forward.forward
         self._model_hooks = [model.register_forward_pre_hook(self.runtime.before_forward, with_kwargs=True, prepend=True),
                              model.register_forward_hook(self.runtime.after_forward, always_call=True)]
         for optimizer in optimizers:
-            step = FusedStep(self.runtime)
-            self._optimizer_hooks += [optimizer.register_step_pre_hook(step.before), optimizer.register_step_post_hook(step.after)]
+            self._optimizer_hooks += FusedStep(self.runtime).register(optimizer)
 
     def detach(self, model: nn.Module) -> None:
         """Remove hooks and forwards; pending gradients become the tensors that torch would have."""
@@ -112,14 +119,23 @@ class Applied:
             if weight is not None:
                 self.runtime.grads[name].settle(weight)
 
-    def set_pages(self, on: bool) -> None:
-        """Move the tables that the schedule wants in huge pages there, or back. Values and addresses stay."""
-        if self.runtime is None:
-            return
+    def set_pages(self) -> None:
+        """Move the tables that the schedule wants in huge pages there. Values and addresses stay."""
+        assert self.runtime is not None
         for name, knobs in (self.schedule.tables or {}).items():
             weight = self.runtime.owners[name]._parameters.get("weight")
             if knobs.huge_pages and weight is not None:
-                self.pages[name] = set_huge_pages(weight, on)
+                if not huge_pages(weight).prevail:
+                    self._moved[name] = weight.data_ptr()
+                self.pages[name] = set_huge_pages(weight, True)
+
+    def restore_pages(self) -> None:
+        """Move tables back that `set_pages` moved, if their memory is still the same. What lay in huge pages before stays there."""
+        for name, address in self._moved.items():
+            weight = self.runtime.owners[name]._parameters.get("weight") if self.runtime else None
+            if weight is not None and weight.data_ptr() == address:
+                set_huge_pages(weight, False)
+        self._moved.clear()
 
     def explain(self) -> str:
         """Text for people; one line a fact."""
@@ -143,11 +159,6 @@ class Applied:
         return "\n".join(lines)
 
 
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
 def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
     """`recorded` with everything that can be read from a model and its optimizers replaced by what they say now.
 
@@ -157,9 +168,13 @@ def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequenc
     modules = dict(model.named_modules())
     features = [f for f in (_current_feature(f, modules) for f in recorded.features) if f is not None]
     sparse = {f.table: bool(modules[f.module].sparse) for f in features}
-    tables = tuple(_current_table(t, parameters[t.name], sparse.get(t.name, t.sparse), optimizers)
-                   for t in recorded.tables if t.name in parameters)
-    return replace(recorded, tables=tables, features=tuple(features), optimizers=tuple(type(o).__name__ for o in optimizers))
+    held = holders(optimizers)
+    tables = []
+    for table in recorded.tables:
+        if table.name in parameters:
+            weight, is_sparse = parameters[table.name], sparse.get(table.name, table.sparse)
+            tables.append(_current_table(table, weight, is_sparse, optimizer_info(is_sparse, held.get(weight, ()))))
+    return replace(recorded, tables=tuple(tables), features=tuple(features), optimizers=tuple(type(o).__name__ for o in optimizers))
 
 
 def _current_feature(feature: Feature, modules: dict[str, nn.Module]) -> Feature | None:
@@ -171,17 +186,7 @@ def _current_feature(feature: Feature, modules: dict[str, nn.Module]) -> Feature
     return None
 
 
-def _current_table(table: Table, weight: Tensor, sparse: bool, optimizers: Sequence[torch.optim.Optimizer]) -> Table:
+def _current_table(table: Table, weight: Tensor, sparse: bool, optimizer: OptimizerInfo | None) -> Table:
     shape = tuple(weight.shape) if weight.dim() == 2 else (weight.numel(), 1)
     return replace(table, rows=shape[0], dim=shape[1], dtype=str(weight.dtype).removeprefix("torch."), sparse=sparse,
-                   optimizer=optimizer_info(weight, sparse, optimizers))
-
-
-def optimizer_info(weight: Tensor, sparse: bool, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerInfo | None:
-    """Which optimizer holds a table, and the fused rule for it. None if none does."""
-    for index, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            if any(parameter is weight for parameter in group["params"]):
-                rule, reason = fused_rule(optimizer, group, sparse)
-                return OptimizerInfo(index, type(optimizer).__name__, rule, reason)
-    return None
+                   optimizer=optimizer)

@@ -5,7 +5,7 @@ operation as that gradient would, by computing it when asked (`materialise`). Wh
 without that: norm, scaling, zeroing. The fused update in `optimizer.step()` reads the pending list itself.
 
 No write is ever lost: an operation that writes to the gradient, or hands out an alias of it, computes the real gradient
-once and keeps it; from then on the pending gradient is that tensor.
+once and keeps it; from then on the pending gradient is that tensor. What would change its shape raises: the shape is the handle's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from sparselift.kernels.base import BagProgram, Segment
@@ -25,12 +25,17 @@ aten = torch.ops.aten
 
 
 class Arrival:
-    """The gradient of one backward of a program, for all its tables. `place` is each table's position by name."""
+    """The gradient of one backward of a program, for all its tables.
 
-    __slots__ = ("program", "segment", "place")
+    `place` is each table's position by name. `owners` are the modules that hold the tables of the whole model, by table: one mapping a
+    model, so that it also tells whose gradient this is. `task` tells the runs of torch's engine apart.
+    """
 
-    def __init__(self, program: BagProgram, segment: Segment, place: Mapping[str, int]) -> None:
-        self.program, self.segment, self.place = program, segment, place
+    __slots__ = ("program", "segment", "place", "owners", "task")
+
+    def __init__(self, program: BagProgram, segment: Segment, place: Mapping[str, int], owners: Mapping[str, nn.Module],
+                 task: int) -> None:
+        self.program, self.segment, self.place, self.owners, self.task = program, segment, place, owners, task
 
     def scaled(self, table: int, scale: float) -> Segment:
         """The segment as kernels take it, one table's gradient times `scale`. Raises RuntimeError if it was written to since."""
@@ -60,13 +65,17 @@ class GradState:
     def clear(self) -> None:
         self.arrived, self.scales, self.value = (), None, None
 
+    def replace(self, value: Tensor) -> None:
+        """Be this tensor from now on."""
+        self.arrived, self.scales, self.value = (), None, value
+
     def add(self, arrival: Arrival) -> None:
         """Accumulate one backward's gradient, as AccumulateGrad does."""
         if self.value is None:
             self.arrived = (*self.arrived, arrival)
             self.scales = self.scales and (*self.scales, 1.0)
         else:
-            self.value = self.value + self._native((arrival,), None)
+            self.value = accumulated(self.value, self._native((arrival,), None))
 
     def tensor(self) -> Tensor:
         """The gradient as torch would hold it; not kept."""
@@ -75,15 +84,28 @@ class GradState:
     def keep(self) -> Tensor:
         """The gradient as torch would hold it; what is written to it is the gradient from now on."""
         if self.value is None:
-            self.value = self.tensor()
-            self.arrived, self.scales = (), None
+            self.replace(self.tensor())
+        assert self.value is not None
         return self.value
 
     def scale(self, factor: float) -> bool:
-        """Multiply by `factor` without computing anything. False if that would round differently from torch."""
-        if self.value is not None or self.scales is not None:
+        """Multiply by `factor` without computing anything. False if that would differ from what torch gives."""
+        if self.value is not None:
             return False
+        if factor == 1.0:                                     # a gradient that needed no clipping
+            return True
+        if self.scales is not None or not (self.sparse or math.isfinite(factor)):
+            return False                                      # it would round once less; an untouched row of a dense gradient becomes NaN
         self.scales = (factor,) * len(self.arrived)
+        return True
+
+    def clamp(self, low: float, high: float) -> bool:
+        """Clamp a sparse gradient as torch clamps the dense one. False if that is not sparse, or if torch clamps it itself."""
+        if not self.sparse or not low <= 0 <= high:
+            return False
+        grad = self.coalesced_tensor().coalesce()
+        grad.values().clamp_(low, high)
+        self.replace(grad)
         return True
 
     def coalesced_tensor(self) -> Tensor:
@@ -113,15 +135,19 @@ class GradState:
         return grad.indices()[0], grad.values()
 
     def _expanded(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
-        """COO, uncoalesced, a row a lookup, in torch's order."""
-        parts = [arrival.program.expanded_grad(arrival.place[self.table], [segment])
-                 for arrival, segment in zip(arrived, self._segments(arrived, scales))]
-        if len(parts) == 1:
-            rows, values = parts[0]
-        else:
-            rows = torch.cat([torch.zeros(0, dtype=torch.int64), *(rows for rows, _ in parts)])
-            values = torch.cat([torch.zeros(0, self.shape[1], dtype=torch.float32), *(values for _, values in parts)])
-        return torch.sparse_coo_tensor(rows[None], values, self.shape, check_invariants=False)
+        """COO, uncoalesced, a row a lookup. Several backwards are added as torch adds them, which sums some rows and not others."""
+        total: Tensor | None = None                # of the engine's runs before
+        run: Tensor | None = None                  # of this one
+        for place, (arrival, segment) in enumerate(zip(arrived, self._segments(arrived, scales))):
+            rows, values = arrival.program.expanded_grad(arrival.place[self.table], [segment])
+            part = torch.sparse_coo_tensor(rows[None], values, self.shape, check_invariants=False)
+            run = part if run is None else part + run
+            if place + 1 == len(arrived) or arrived[place + 1].task != arrival.task:
+                total, run = run if total is None else accumulated(total, run), None
+        if total is not None:
+            return total
+        return torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, self.shape[1], dtype=torch.float32), self.shape,
+                                       check_invariants=False)
 
     def _native(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
         """The gradient that torch's autograd would have accumulated: COO if sparse, else (R, D)."""
@@ -131,6 +157,11 @@ class GradState:
         dense = torch.zeros(self.shape, dtype=torch.float32)
         dense[rows] = values
         return dense
+
+
+def accumulated(grad: Tensor, new: Tensor) -> Tensor:
+    """What torch's AccumulateGrad makes of a gradient that is there and one that arrives: in place, unless the layout forbids it."""
+    return new + grad if grad.is_sparse and not new.is_sparse else grad.add_(new)
 
 
 class PendingGrad(Tensor):
@@ -166,7 +197,7 @@ class PendingGrad(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (),  # type: ignore[override]
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        handler = _LAZY.get(func)
+        handler = LAZY_OPERATIONS.get(func)
         if handler is not None:
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
@@ -174,8 +205,21 @@ class PendingGrad(Tensor):
         return _run_on_real(func, args, kwargs)
 
 
+def _memory_method(name: str) -> Callable[..., Any]:
+    def method(grad: PendingGrad, *args: Any, **kwargs: Any) -> Any:
+        return getattr(grad._state.keep(), name)(*args, **kwargs)
+    return method
+
+
+# These reach for memory past __torch_dispatch__; what is written there is the gradient's.
+for _name in ("numpy", "__array__", "tolist", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"):
+    setattr(PendingGrad, _name, _memory_method(_name))
+
+
 def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the real gradients; keep those that it writes to or aliases."""
+    if torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(f"{func} on the gradient of a lifted table: its shape and strides are fixed; assign the result to .grad")
     touched: dict[int, PendingGrad] = {}
     real_args, real_kwargs = list(args), dict(kwargs)
     for position, argument in enumerate(func._schema.arguments):
@@ -187,6 +231,10 @@ def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*real_args, **real_kwargs)
     if not any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
         return result
+    for grad in touched.values():
+        if grad._state.value is not None and grad._state.value.shape != grad.shape:
+            raise RuntimeError(f"{func} gave the gradient of the lifted table {grad._state.table}, {tuple(grad.shape)}, the shape "
+                               f"{tuple(grad._state.value.shape)}; assign a new tensor to .grad instead")
     # A mutating operation returns its argument: give back the gradient that stands for it.
     return tree_map_only(Tensor, lambda tensor: touched.get(id(tensor), tensor), result)
 
@@ -201,7 +249,7 @@ def _each(func: Any) -> Callable[..., Any]:
     """A foreach operation as one call a tensor: torch's own has no kernel for sparse gradients, and ours need none."""
     def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor] | None:
         results = [func(tensor, *args, **kwargs) for tensor in tensors]
-        return None if func in (aten.mul_.Tensor, aten.mul_.Scalar) else results
+        return None if func._schema.is_mutable else results
     return run
 
 
@@ -226,11 +274,28 @@ def _scale(grad: PendingGrad, factor: Any) -> Any:
         if factor.dim() or factor.dtype != torch.float32:
             return NotImplemented
         factor = factor.item()
+    if not isinstance(factor, (int, float)):
+        return NotImplemented
     return grad if grad._state.scale(float(factor)) else NotImplemented
 
 
+def _clamp(grad: PendingGrad, min: Any = None, max: Any = None) -> Any:
+    low, high = -math.inf if min is None else min, math.inf if max is None else max
+    if not isinstance(grad, PendingGrad) or not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
+        return NotImplemented
+    return grad if grad._state.clamp(low, high) else NotImplemented
+
+
+def _clamp_max(grad: PendingGrad, max: Any) -> Any:
+    return _clamp(grad, None, max)
+
+
 def _zero(grad: PendingGrad) -> PendingGrad:
-    grad._state.clear()
+    state = grad._state
+    if state.value is None or state.value.is_sparse:
+        state.clear()
+    else:
+        state.value.zero_()                                   # somebody may hold a view
     return grad
 
 
@@ -238,14 +303,26 @@ def _detach(grad: PendingGrad) -> PendingGrad:
     return PendingGrad(grad._state)
 
 
-_LAZY: dict[Any, Callable[..., Any]] = {
+def _itself(grad: PendingGrad) -> PendingGrad:
+    return grad
+
+
+# What is answered without computing the gradient. A handler that gives NotImplemented leaves the case to the gradient itself.
+LAZY_OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.mul_.Tensor: _scale,
     aten.mul_.Scalar: _scale,
     aten._foreach_norm.Scalar: _each(aten.linalg_vector_norm.default),
+    aten.clamp_.default: _clamp,
+    aten.clamp_min_.default: _clamp,
+    aten.clamp_max_.default: _clamp_max,
     aten._foreach_mul_.Tensor: _each(aten.mul_.Tensor),
     aten._foreach_mul_.Scalar: _each(aten.mul_.Scalar),
+    aten._foreach_clamp_min_.Scalar: _each(aten.clamp_min_.default),
+    aten._foreach_clamp_max_.Scalar: _each(aten.clamp_max_.default),
+    aten._foreach_zero_.default: _each(aten.zero_.default),
     aten.zero_.default: _zero,
     aten.detach.default: _detach,
+    aten.detach_.default: _itself,
 }

@@ -236,7 +236,7 @@ class Stage:
         self._applied: Applied | None = None
         self._freezes = False
         pages = {table.name: huge_pages(work.model.get_parameter(table.name)) for table in structure.tables}
-        self._ordinary = {name for name, found in pages.items() if 2 * found.huge_bytes < found.requested_bytes}
+        self._ordinary = {name for name, found in pages.items() if not found.prevail}
 
     def candidate(self, config: Config) -> Candidate:
         """The workload's training step under a config. Compiled now; entered when its turn comes."""

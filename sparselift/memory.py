@@ -69,6 +69,11 @@ class HugePages:
     requested_bytes: int       # of the tensor that whole huge pages can cover
     huge_bytes: int            # of these, in huge pages now
 
+    @property
+    def prevail(self) -> bool:
+        """Whether at least half of it is in huge pages."""
+        return 2 * self.huge_bytes >= self.requested_bytes
+
 
 def set_huge_pages(tensor: Tensor, on: bool) -> HugePages:
     """Put a CPU tensor's existing memory into huge pages, or back into small ones. Pointers and values stay.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparselift.ir import OptimizerInfo
 from sparselift.kernels.base import UpdateRule
+from sparselift.rules import Rule
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -90,6 +92,26 @@ def _rowwise_adagrad(weight: Tensor, grad: Tensor, row_sum: Tensor, group: dict[
         weight.index_add_(0, rows, change)
 
 
+Holder = tuple[int, torch.optim.Optimizer, dict[str, Any]]     # position of an optimizer, the optimizer, one of its param groups
+
+
+def holders(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, list[Holder]]:
+    """The param groups that hold each parameter, in the order of the optimizers."""
+    found: dict[Tensor, list[Holder]] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                found.setdefault(weight, []).append((index, optimizer, group))
+    return found
+
+
+def optimizer_info(sparse: bool, held: Sequence[Holder]) -> OptimizerInfo | None:
+    """The optimizer of a table and the fused rule for it. `held`: the table's entry of `holders`; None where no optimizer holds it."""
+    for index, optimizer, group in held:
+        return OptimizerInfo(index, type(optimizer).__name__, *fused_rule(optimizer, group, sparse))
+    return None
+
+
 def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: bool) -> tuple[str | None, str]:
     """The kernel's rule for the tables of a param group, or None and the reason.
 
@@ -102,32 +124,48 @@ def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: 
     untouched row (gradient 0) stays as it is.
     """
     kind = type(optimizer)
-    if group.get("differentiable"):
-        return None, f"{kind.__name__} with differentiable=True, whose step is part of the autograd graph"
-    if kind is torch.optim.SGD:
-        for option in ("momentum", "weight_decay", "nesterov"):
-            if group[option]:
-                return None, f"SGD with {option}={group[option]} moves rows that no id names, or keeps state that the fused update lacks"
-        if isinstance(group["lr"], Tensor):
-            return None, "SGD with a tensor learning rate"
-        return "sgd", ""
-    if kind is torch.optim.Adagrad:
-        if group["weight_decay"]:
-            return None, f"Adagrad with weight_decay={group['weight_decay']} (torch refuses it for sparse gradients)"
-        if isinstance(group["lr"], Tensor):
-            return None, "Adagrad with a tensor learning rate"
-        return _unless_rows_move(group, sparse, "adagrad")
-    if kind is RowWiseAdagrad:
-        if group["weight_decay"] and not sparse:
-            return None, "RowWiseAdagrad with weight_decay moves every row of a table whose gradient is dense"
-        return _unless_rows_move(group, sparse, "rowwise_adagrad")
-    return None, f"no fused update for {kind.__module__}.{kind.__qualname__}"
+    rules = OPTIMIZER_RULES.get(kind)
+    if rules is None:
+        return None, f"no fused update for {kind.__module__}.{kind.__qualname__}"
+    subject = (group, sparse)
+    for rule in rules:
+        if rule.holds(subject):
+            return None, rule.reason.format(optimizer=kind.__name__, **group)
+    return _KINDS[kind], ""
 
 
-def _unless_rows_move(group: dict[str, Any], sparse: bool, rule: str) -> tuple[str | None, str]:
-    if not sparse and not group["eps"] and not group["initial_accumulator_value"]:
-        return None, "with eps=0 and no initial accumulator, an untouched row of a dense gradient becomes NaN (0 / 0)"
-    return rule, ""
+def _has(option: str) -> Callable[[Any], bool]:
+    return lambda subject: bool(subject[0][option])
+
+
+_MOVES = "moves rows that no id names, or keeps state that the fused update lacks"
+_DIFFERENTIABLE = Rule("`differentiable=True`", _has("differentiable"),
+                       "{optimizer} with differentiable=True, whose step is part of the autograd graph")
+_TENSOR_RATE = Rule("a tensor as learning rate", lambda subject: isinstance(subject[0]["lr"], Tensor),
+                    "{optimizer} with a tensor learning rate")
+_NO_FLOOR = Rule("a dense gradient, `eps=0` and no initial accumulator",
+                 lambda subject: not subject[1] and not subject[0]["eps"] and not subject[0]["initial_accumulator_value"],
+                 "with eps=0 and no initial accumulator, an untouched row of a dense gradient becomes NaN (0 / 0)")
+
+# By exact type, what has no fused rule, given (param group, whether gradients are sparse). Everything else about these types has.
+OPTIMIZER_RULES: dict[type[torch.optim.Optimizer], tuple[Rule, ...]] = {
+    torch.optim.SGD: (
+        _DIFFERENTIABLE,
+        Rule("`momentum`", _has("momentum"), "SGD with momentum={momentum} " + _MOVES),
+        Rule("`weight_decay`", _has("weight_decay"), "SGD with weight_decay={weight_decay} " + _MOVES),
+        Rule("`nesterov`", _has("nesterov"), "SGD with nesterov={nesterov} " + _MOVES),
+        _TENSOR_RATE),
+    torch.optim.Adagrad: (
+        _DIFFERENTIABLE,
+        Rule("`weight_decay`", _has("weight_decay"), "Adagrad with weight_decay={weight_decay} (torch refuses it for sparse gradients)"),
+        _TENSOR_RATE, _NO_FLOOR),
+    RowWiseAdagrad: (
+        Rule("`weight_decay` with a dense gradient", lambda subject: bool(subject[0]["weight_decay"]) and not subject[1],
+             "RowWiseAdagrad with weight_decay moves every row of a table whose gradient is dense"),
+        _NO_FLOOR),
+}
+FUSED_OPTIMIZERS = tuple(OPTIMIZER_RULES)        # all of them call a closure once, before anything else
+_KINDS = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", RowWiseAdagrad: "rowwise_adagrad"}
 
 
 def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any]) -> UpdateRule:

@@ -29,9 +29,9 @@ from sparselift.workload import Workload
 # With a sparse gradient these move the rows that it names, and (momentum) those that a sparse state tensor names. Nothing else.
 _ROWWISE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowWiseAdagrad)
 
-# These ask a tensor for its layout or its gradient, not for its values.
+# These ask a tensor for its layout or its gradient, or set its gradient, and leave its values alone.
 _METADATA = frozenset({
-    Tensor.grad.__get__,  # type: ignore[union-attr]
+    Tensor.grad.__get__, Tensor.grad.__set__, Tensor.requires_grad.__set__,  # type: ignore[attr-defined,union-attr]
     Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
     torch.empty_like, torch.zeros_like, torch.ones_like})
 

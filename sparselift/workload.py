@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparselift.errors import WorkloadError
+from sparselift.errors import LiftRefused, WorkloadError
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 USES = frozenset({"accumulate", "clip", "scaler", "skip"})
@@ -79,6 +79,14 @@ class Workload:
         for each in as_tuple(optimizer):
             each.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+def check_ranks(doing: str) -> None:
+    """Raises LiftRefused in a job of several ranks. `doing` what, for the message."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise LiftRefused(f"{doing}: {distributed.get_world_size()} ranks; lifted tables are not synchronised between ranks yet: "
+                          "a plan runs in one process")
 
 
 def as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

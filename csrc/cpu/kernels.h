@@ -35,6 +35,12 @@ struct ForwardArgs {
     int32_t stream;           // whole cache lines of `out`, past the caches
 };
 
+/// A lookup on its way through a sort by row.
+struct Entry {
+    int32_t row;
+    int32_t position;
+};
+
 /// One lookup in the chain of its row. `next` is 1 + the position of the row's next lookup, 0 at the end.
 struct Node {
     int32_t next;
@@ -70,9 +76,12 @@ struct UpdateArgs {
     int32_t prefetch;
     int32_t part;
     int32_t part_mask;
-    int32_t* heads;           // (R,) 1 + position of the row's first lookup; all 0 between calls
+    int32_t* heads;           // (R,) 1 + position of the row's first lookup; all 0 between calls. Null where chains come from a sort
+    int32_t* firsts;          // then the same, one a distinct row
     Node* nodes;              // one a lookup
     int32_t* rows;            // distinct rows
+    int64_t num_rows;         // R
+    Entry* entries;           // two arrays to sort in, each of one entry a lookup and one more
     float* scratch;           // (dim,)
 };
 
@@ -83,6 +92,8 @@ struct Kernels {
     void (*weight_grad)(const ForwardArgs& args, const float* grad, int64_t grad_stride, float* out);
     /// Links the lookups of every row in ascending order and lists the rows, those used last first. Returns their number.
     int64_t (*build_chains)(const UpdateArgs& args);
+    /// The same by a sort, without `heads`: `firsts` in place of it, and rows in descending order.
+    int64_t (*sort_chains)(const UpdateArgs& args);
     /// Gradient rows of a source side by side, in `out` (B, D): scaled, where no per-sample weight comes first.
     void (*pack_grads)(const Source& source, int64_t dim, float* out);
     void (*apply_chains)(const UpdateArgs& args, int64_t num_rows);

@@ -116,6 +116,7 @@ extern "C" int64_t sl_program_workspace_bytes(const sl_program* program) {
     size_t bytes = 0;
     for (const Heads& heads : program->heads) bytes += heads.bytes();
     for (const Workspace& w : program->workspaces)
-        bytes += w.nodes.bytes() + w.rows.bytes() + w.scratch.bytes() + w.slots.bytes() + w.gathered.bytes() + w.packed.bytes();
+        bytes += w.nodes.bytes() + w.rows.bytes() + w.scratch.bytes() + w.slots.bytes() + w.gathered.bytes() + w.packed.bytes() +
+                 w.firsts.bytes() + w.entries.bytes();
     return static_cast<int64_t>(bytes);
 }

@@ -48,7 +48,7 @@ class Heads {
 
 /// What one worker needs for one table at a time.
 struct Workspace {
-    Buffer nodes, rows, scratch, slots, gathered, packed;
+    Buffer nodes, rows, scratch, slots, gathered, packed, firsts, entries;
     std::vector<Source> sources;      // of the table at hand, those packed pointing to `packed`
 };
 

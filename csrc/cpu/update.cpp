@@ -99,9 +99,13 @@ UpdateArgs arguments(const sl_program& program, int64_t table, const SourceRange
     return args;
 }
 
-/// Sizes for one table; a row is written past the last one before it is counted.
+/// Sizes for one table; a row or an entry is written past the last one before it is counted.
 void reserve(Workspace& workspace, const sl_program& program, int64_t t, const SourceRange& range) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
+    if (table.coalesce == SL_COALESCE_SORT) {
+        workspace.firsts.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
+        workspace.entries.of<Entry>(2 * (static_cast<size_t>(range.lookups) + 1));
+    }
     workspace.nodes.of<Node>(static_cast<size_t>(range.lookups));
     workspace.rows.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
     workspace.scratch.of<float>(static_cast<size_t>(table.dim));
@@ -124,8 +128,12 @@ void pack(UpdateArgs& args, const Kernels& kernels, Workspace& workspace) {
     args.sources = workspace.sources.data();
 }
 
-void use(UpdateArgs& args, sl_program& program, int64_t table, Workspace& workspace) {
-    args.heads = program.heads[static_cast<size_t>(table)].of(program.tables[static_cast<size_t>(table)].rows);
+void use(UpdateArgs& args, sl_program& program, int64_t table, Workspace& workspace, bool sorted) {
+    const int64_t rows = program.tables[static_cast<size_t>(table)].rows;
+    args.heads = sorted ? nullptr : program.heads[static_cast<size_t>(table)].of(rows);
+    args.firsts = workspace.firsts.of<int32_t>(0);
+    args.entries = workspace.entries.of<Entry>(0);
+    args.num_rows = rows;
     args.nodes = workspace.nodes.of<Node>(0);
     args.rows = workspace.rows.of<int32_t>(0);
     args.scratch = workspace.scratch.of<float>(0);
@@ -147,9 +155,10 @@ void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float
         program.kernels->apply_lookups(args);
         return;
     }
-    use(args, program, task.table, workspace);
+    const bool sorted = program.tables[t].coalesce == SL_COALESCE_SORT;
+    use(args, program, task.table, workspace, sorted);
     pack(args, *program.kernels, workspace);
-    program.kernels->apply_chains(args, program.kernels->build_chains(args));
+    program.kernels->apply_chains(args, sorted ? program.kernels->sort_chains(args) : program.kernels->build_chains(args));
 }
 
 /// Chains of one table for the gradient functions, on the calling thread.
@@ -159,7 +168,7 @@ UpdateArgs chain(sl_program& program, int64_t table, const sl_segment* segments,
     program.reserve_workers(1);
     reserve(program.workspace(0), program, table, range);
     UpdateArgs args = arguments(program, table, range);
-    use(args, program, table, program.workspace(0));
+    use(args, program, table, program.workspace(0), false);
     return args;
 }
 
@@ -185,7 +194,7 @@ extern "C" sl_status sl_update(sl_program* program, float* const* tables, float*
         for (const UpdateTask& task : program->update_tasks) {
             const auto t = static_cast<size_t>(task.table);
             if (program->tables[t].coalesce == SL_COALESCE_NONE) continue;
-            program->heads[t].of(program->tables[t].rows);
+            if (program->tables[t].coalesce == SL_COALESCE_CHAIN) program->heads[t].of(program->tables[t].rows);
             for (Workspace& workspace : program->workspaces) reserve(workspace, *program, task.table, program->source_ranges[t]);
         }
         run_tasks(threads, static_cast<int64_t>(program->update_tasks.size()), [&](int64_t i, int worker) {

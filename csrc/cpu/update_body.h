@@ -1,7 +1,7 @@
 // The update kernels: the second half of kernel_body.h, which includes it.
 //
-// The lookups of every row of a table are linked into a chain: a head a row, a link a lookup. Then each row is visited once: its
-// chain's gradients are summed in registers and the optimizer's formula is applied. No sort, no atomics.
+// The lookups of every row of a table are linked into a chain: by a head a row and a link a lookup, or by a sort. Then each row is
+// visited once: its chain's gradients are summed in registers and the optimizer's formula is applied. No atomics.
 
 /// Calls visit(k, bag) for the lookups of a feature, last first.
 template <typename Visit>
@@ -53,6 +53,96 @@ static int64_t build_chains(const UpdateArgs& a) {
     return filtered ? build<true>(a) : build<false>(a);
 }
 
+constexpr int kDigitBits = 11;      // three passes for any row
+constexpr int kMaxPasses = 3;
+
+/// Lookups of this part in ascending order; the bag of each goes to its node. Returns their number.
+template <bool kFiltered>
+static int64_t list(const UpdateArgs& args, Entry* out) {
+    const UpdateArgs a = args;
+    int64_t count = 0;
+    for (int64_t s = 0; s < a.num_sources; ++s) {
+        const Source& source = a.sources[s];
+        const Lookups l = source.lookups;
+        Node* nodes = a.nodes + source.first;
+        for (int64_t bag = 0; bag < l.num_bags; ++bag) {
+            const Bounds bounds = bounds_of(l, bag);
+            for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+                const int32_t row = l.ids[k];
+                nodes[k].bag = static_cast<int32_t>(bag);
+                out[count] = Entry{row, source.first + static_cast<int32_t>(k)};
+                bool mine = true;
+                if constexpr (kFiltered) mine = row != l.padding && ((row >> 4) & a.part_mask) == a.part;
+                count += mine;
+            }
+        }
+    }
+    return count;
+}
+
+/// Sorts by row, and keeps the order of a row's lookups: least significant digit first. Returns where the result is.
+static const Entry* sort_entries(const UpdateArgs& a, int64_t count, Entry* from, Entry* to) {
+    int bits = 1;
+    while (bits < 31 && ((a.num_rows - 1) >> bits) != 0) ++bits;
+    const int passes = (bits + kDigitBits - 1) / kDigitBits, width = (bits + passes - 1) / passes;
+    const uint32_t mask = (1u << width) - 1;
+    uint32_t starts[kMaxPasses][1 << kDigitBits];
+    for (int pass = 0; pass < passes; ++pass) {
+        for (uint32_t digit = 0; digit <= mask; ++digit) starts[pass][digit] = 0;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t row = static_cast<uint32_t>(from[i].row);
+        for (int pass = 0; pass < passes; ++pass) ++starts[pass][(row >> (pass * width)) & mask];
+    }
+    for (int pass = 0; pass < passes; ++pass) {
+        uint32_t sum = 0;
+        for (uint32_t digit = 0; digit <= mask; ++digit) {
+            const uint32_t number = starts[pass][digit];
+            starts[pass][digit] = sum;
+            sum += number;
+        }
+        for (int64_t i = 0; i < count; ++i) to[starts[pass][(static_cast<uint32_t>(from[i].row) >> (pass * width)) & mask]++] = from[i];
+        Entry* const sorted = to;
+        to = from;
+        from = sorted;
+    }
+    return from;
+}
+
+static int64_t sort_chains(const UpdateArgs& args) {
+    const UpdateArgs a = args;
+    bool filtered = a.part_mask != 0;
+    int64_t lookups = 0;
+    for (int64_t s = 0; s < a.num_sources; ++s) {
+        filtered |= a.sources[s].lookups.padding >= 0;
+        lookups += a.sources[s].lookups.count;
+    }
+    const int64_t count = filtered ? list<true>(a, a.entries) : list<false>(a, a.entries);
+    const Entry* sorted = sort_entries(a, count, a.entries, a.entries + lookups + 1);
+    int64_t num_rows = 0;
+    int32_t after = -1, next = 0;
+    for (int64_t i = count - 1; i >= 0; --i) {
+        const Entry entry = sorted[i];
+        num_rows += entry.row != after;
+        a.nodes[entry.position].next = entry.row == after ? next : 0;
+        a.rows[num_rows - 1] = after = entry.row;
+        a.firsts[num_rows - 1] = next = entry.position + 1;
+    }
+    return num_rows;
+}
+
+/// Where the chain of distinct row u begins.
+SL_INLINE int32_t first_of(const UpdateArgs& a, int64_t u) { return a.heads ? a.heads[a.rows[u]] : a.firsts[u]; }
+
+/// The same, and the head is as it was before.
+SL_INLINE int32_t take_first(const UpdateArgs& a, int64_t u) {
+    if (!a.heads) return a.firsts[u];
+    int32_t* head = a.heads + a.rows[u];
+    const int32_t first = *head;
+    *head = 0;
+    return first;
+}
+
 SL_INLINE float factor_of(const Source& source, int64_t k, int64_t bag) {
     const Lookups& l = source.lookups;
     return l.weights ? l.weights[k - source.first] : l.inverse ? l.inverse[bag] : 1.0f;
@@ -96,10 +186,12 @@ SL_INLINE void prefetch_group(const UpdateArgs& a, int64_t u) {
         if (a.kind == SL_ROWWISE_ADAGRAD) prefetch_line(a.state + row);
         else if (a.kind == SL_ADAGRAD) prefetch_row<S>(a.state + row * a.dim);
     }
-    for (int64_t i = ahead - kGroup; i > ahead - 2 * kGroup && i >= 0; --i) prefetch_line(a.heads + a.rows[i]);
+    if (a.heads) {
+        for (int64_t i = ahead - kGroup; i > ahead - 2 * kGroup && i >= 0; --i) prefetch_line(a.heads + a.rows[i]);
+    }
     if (a.num_sources > 1 || a.sources->grad_stride == a.dim) return;
     for (int64_t i = u; i > u - kGroup && i >= 0; --i) {
-        const int32_t k = a.heads[a.rows[i]] - 1;
+        const int32_t k = first_of(a, i) - 1;
         prefetch_row<S>(a.sources->grad + a.nodes[k].bag * a.sources->grad_stride);
     }
 }
@@ -161,9 +253,7 @@ static void apply_one_block(const UpdateArgs& args, int64_t num_rows, Mask mask)
         const int count = first + 1 < kGroup ? static_cast<int>(first + 1) : kGroup;
         prefetch_group<S>(a, first);
         for (int i = 0; i < count; ++i) {
-            int32_t* head = a.heads + a.rows[first - i];
-            const Span<S> grad = sum_chain<S>(a, *head, 0, mask);
-            *head = 0;
+            const Span<S> grad = sum_chain<S>(a, take_first(a, first - i), 0, mask);
 #pragma GCC unroll 16
             for (int j = 0; j < S::kVectors; ++j) store(&sums[i][j * kWidth], grad.v[j]);
         }
@@ -187,8 +277,7 @@ static void apply_blocks(const UpdateArgs& a, int64_t num_rows) {
     for (int64_t u = num_rows - 1; u >= 0; --u) {
         if (u % kGroup == 0) prefetch_group<Size<kMaxVectors, false>>(a, u);
         const int64_t row = a.rows[u];
-        const int32_t head = a.heads[row];
-        a.heads[row] = 0;
+        const int32_t head = take_first(a, u);
         float* weight = a.table + row * a.dim;
         Vec squares = zero();
         visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {

@@ -18,6 +18,7 @@ from sparselift.errors import KernelError
 from sparselift.kernels.base import FeatureSpec, TableSpec
 from sparselift.kernels.checks import id_error
 from sparselift.ops import BagLookup, hidden_values, split_sample_weights, watched_operations
+from sparselift.rules import Rule, first
 
 from . import fallback
 from .fallback import LookupOptions
@@ -109,17 +110,12 @@ class Routes:
 
 def plan_route(weights: Sequence[Tensor], names: Sequence[str], options: LookupOptions, weighted: bool) -> Route:
     """The route of lookups with one feature a table."""
-    for name, weight in zip(names, weights):
-        if weight.device.type != "cpu":
-            return Route(None, options, f"{name} is on {weight.device}")
-        if weight.layout != torch.strided:
-            return Route(None, options, f"{name} is {weight.layout}")
-        if weight.dim() != 2:
-            return Route(None, options, f"{name} has shape {tuple(weight.shape)}")
+    if reason := _about_tables(FOREIGN_TABLES, weights, names):
+        return Route(None, options, reason)
     if options.padding_idx is not None and options.padding_idx < 0:
         options = options._replace(padding_idx=options.padding_idx + weights[0].shape[0])
     shapes = [tuple(weight.shape) for weight in weights]
-    reason = unfused_option(options) or _unfused_table(weights, names)
+    reason = unfused_option(options) or _about_tables(UNFUSED_TABLES, weights, names)
     if not reason:
         try:
             return Route(compile_lookup(shapes, names, options, weighted), options)
@@ -130,21 +126,36 @@ def plan_route(weights: Sequence[Tensor], names: Sequence[str], options: LookupO
 
 def unfused_option(options: LookupOptions) -> str:
     """Which option the kernels do not implement, if any."""
-    if options.mode not in ("sum", "mean", "none"):
-        return f"mode={options.mode!r}"
-    if options.max_norm is not None:
-        return f"max_norm={options.max_norm}"
-    return "scale_grad_by_freq=True" if options.scale_grad_by_freq else ""
+    rule = first(UNFUSED_OPTIONS, options)
+    return "" if rule is None else rule.reason.format(options=options)
 
 
-def _unfused_table(weights: Sequence[Tensor], names: Sequence[str]) -> str:
+UNFUSED_OPTIONS = (
+    Rule("`mode='max'`", lambda options: options.mode not in ("sum", "mean", "none"), "mode={options.mode!r}"),
+    Rule("`max_norm`", lambda options: options.max_norm is not None, "max_norm={options.max_norm}"),
+    Rule("`scale_grad_by_freq`", lambda options: options.scale_grad_by_freq, "scale_grad_by_freq=True"),
+)
+
+# Batches for these tables are checked by torch alone.
+FOREIGN_TABLES = (
+    Rule("a table on another device", lambda weight: weight.device.type != "cpu", "{name} is on {weight.device}"),
+    Rule("a table of another layout", lambda weight: weight.layout != torch.strided, "{name} is {weight.layout}"),
+    Rule("a weight that is no matrix", lambda weight: weight.dim() != 2, "{name} has shape {shape}"),
+)
+
+UNFUSED_TABLES = (
+    Rule("a table of another dtype than float32", lambda weight: weight.dtype != torch.float32, "{name} is {weight.dtype}"),
+    Rule("a table with other strides", lambda weight: not weight.is_contiguous(), "{name} has strides {strides}"),
+    Rule("a table without elements", lambda weight: not weight.numel(), "{name} has shape {shape}"),
+)
+
+
+def _about_tables(rules: Sequence[Rule], weights: Sequence[Tensor], names: Sequence[str]) -> str:
     for name, weight in zip(names, weights):
-        if weight.dtype != torch.float32:
-            return f"{name} is {weight.dtype}"
-        if not weight.is_contiguous():
-            return f"{name} has strides {weight.stride()}"
-        if not weight.numel():
-            return f"{name} has shape {tuple(weight.shape)}"
+        rule = first(rules, weight)
+        if rule is not None:
+            strides = weight.stride() if weight.layout == torch.strided else None
+            return rule.reason.format(name=name, weight=weight, shape=tuple(weight.shape), strides=strides)
     return ""
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sparselift.errors import LiftRefused
-from sparselift.ir import OptimizerInfo, Refusal, Table
+from sparselift.ir import Refusal, Table
 from sparselift.nn import Embedding, EmbeddingBag, TableBatchedEmbeddingBags
-from sparselift.optim import fused_rule
-from sparselift.workload import Workload
+from sparselift.optim import Holder, fused_rule, holders, optimizer_info
+from sparselift.rules import Rule, first
+from sparselift.workload import Workload, check_ranks
 
 EmbeddingModule = nn.Embedding | nn.EmbeddingBag
-Holder = tuple[int, torch.optim.Optimizer, dict[str, Any]]     # position, optimizer, param group
 
 _NATIVE = (nn.EmbeddingBag, nn.Embedding)
 _LIFTED_TYPES = (*_NATIVE, EmbeddingBag, Embedding)
@@ -44,7 +44,7 @@ class Survey:
 
 def survey(work: Workload) -> Survey:
     """Look at every module. Raises LiftRefused for a model that cannot be lifted at all."""
-    _check_model(work.model)
+    check_model(work.model, "lift")
     names: dict[Tensor, str] = {weight: name for name, weight in work.model.named_parameters()}
     modules: dict[str, EmbeddingModule] = {}
     refusals: list[Refusal] = []
@@ -77,111 +77,134 @@ def drop_sharers(modules: dict[str, EmbeddingModule], refusals: list[Refusal], m
         refusals.append(Refusal(path, f"shares its weight with {other}, which is not lifted", f"lift {other}, or untie the two"))
 
 
-def _check_model(model: nn.Module) -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise LiftRefused(f"lift: {torch.distributed.get_world_size()} ranks; lifted tables are not synchronised between ranks yet, "
-                          "so only one process is supported")
+def check_model(model: nn.Module, doing: str) -> None:
+    """Raises LiftRefused for several ranks, a wrapped model, and one that runs a plan. `doing`: "lift" or "apply", for the message."""
+    check_ranks(doing)
     for path, module in model.named_modules():
         if isinstance(module, _WRAPPERS):
-            raise LiftRefused(f"lift: {path or 'the model'} is wrapped in {type(module).__name__}, which expects torch's own gradients "
+            raise LiftRefused(f"{doing}: {path or 'the model'} is wrapped in {type(module).__name__}, which expects torch's own gradients "
                               "of the tables; hand over the module inside")
         forward = module.__dict__.get("forward")
         if type(getattr(forward, "__self__", None)).__module__.startswith("sparselift.runtime"):
-            raise LiftRefused(f"lift: the model runs a plan already (its {path!r} is lifted); "
+            raise LiftRefused(f"{doing}: the model runs a plan already (its {path!r} is lifted); "
                               "call sparselift.unapply(model, optimizer) first")
+
+
+def unliftable(paths: Iterable[str], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Refusal, ...]:
+    """Why modules that a plan lifts cannot be lifted now; empty if all can."""
+    found: dict[str, Refusal] = {}
+    fit: dict[str, EmbeddingModule] = {}
+    for path in paths:
+        module = model.get_submodule(path)
+        refusal = _refusal(path, module)
+        if refusal is not None:
+            found[path] = refusal
+        elif isinstance(module, _NATIVE):
+            fit[path] = module
+    found.update(_unfit(fit, holders(optimizers)))
+    return tuple(found.values())
 
 
 def _refusal(path: str, module: nn.Module) -> Refusal | None:
     """Why a module cannot be lifted, or None: it can, or it is no embedding."""
-    if isinstance(module, TableBatchedEmbeddingBags):
-        return Refusal(path, f"{type(module).__name__} is already one fused call")
-    if not isinstance(module, _NATIVE):
+    if not is_embedding(module):
         return None
-    for reason, remedy in (*_class_reasons(module), *_argument_reasons(module)):
-        return Refusal(path, reason, remedy)
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
-        return Refusal(path, "its weight is not a plain parameter (weight normalisation, pruning, a property)", "remove what replaces it")
-    for reason, remedy in _weight_reasons(module.weight):
-        return Refusal(path, reason, remedy)
-    return None
+    rule = first(MODULE_RULES, module)
+    if rule is None:
+        rule = first(WEIGHT_RULES, module.weight)
+    if rule is None:
+        return None
+    kind, weight = type(module), module._parameters.get("weight")
+    facts = {"module": module, "kind": kind.__name__, "where": f"{kind.__module__}.{kind.__qualname__}",
+             "native": "EmbeddingBag" if isinstance(module, nn.EmbeddingBag) else "Embedding"}
+    if weight is not None:
+        facts |= {"weight": type(weight).__name__, "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device,
+                  "strides": weight.stride()}
+    return Refusal(path, rule.reason.format(**facts), rule.remedy.format(**facts))
 
 
-def _class_reasons(module: nn.Module) -> Iterator[tuple[str, str]]:
-    kind = type(module)
-    if parametrize.is_parametrized(module):
-        yield "its weight is parametrized, so it is computed anew at every forward", "torch.nn.utils.parametrize.remove_parametrizations"
-    elif kind not in _LIFTED_TYPES:
-        yield (f"{kind.__module__}.{kind.__qualname__} is a subclass, whose forward may compute something else",
-               f"use torch.nn.{'EmbeddingBag' if isinstance(module, nn.EmbeddingBag) else 'Embedding'} itself")
-    elif "forward" in module.__dict__:
-        yield "its forward has been replaced on the instance", "delete the instance's forward attribute"
+MODULE_RULES = (
+    Rule("`TableBatchedEmbeddingBags`", lambda m: isinstance(m, TableBatchedEmbeddingBags), "{kind} is already one fused call"),
+    Rule("a parametrized weight", parametrize.is_parametrized, "its weight is parametrized, so it is computed anew at every forward",
+         "torch.nn.utils.parametrize.remove_parametrizations"),
+    Rule("a subclass", lambda m: type(m) not in _LIFTED_TYPES, "{where} is a subclass, whose forward may compute something else",
+         "use torch.nn.{native} itself"),
+    Rule("a replaced forward", lambda m: "forward" in m.__dict__, "its forward has been replaced on the instance",
+         "delete the instance's forward attribute"),
+    Rule("`max_norm`", lambda m: m.max_norm is not None, "max_norm={module.max_norm} rewrites rows during the forward", "max_norm=None"),
+    Rule("`scale_grad_by_freq`", lambda m: m.scale_grad_by_freq,
+         "scale_grad_by_freq=True divides gradients by the counts of a whole batch", "scale_grad_by_freq=False"),
+    Rule("`mode='max'`", lambda m: getattr(m, "mode", None) == "max", "mode='max' has no fused kernel", "mode='sum' or 'mean'"),
+    Rule("a weight that is no parameter", lambda m: not isinstance(m._parameters.get("weight"), nn.Parameter),
+         "its weight is not a plain parameter (weight normalisation, pruning, a property)", "remove what replaces it"),
+)
 
-
-def _argument_reasons(module: EmbeddingModule) -> Iterator[tuple[str, str]]:
-    if module.max_norm is not None:
-        yield f"max_norm={module.max_norm} rewrites rows during the forward", "max_norm=None"
-    if module.scale_grad_by_freq:
-        yield "scale_grad_by_freq=True divides gradients by the counts of a whole batch", "scale_grad_by_freq=False"
-    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
-        yield "mode='max' has no fused kernel", "mode='sum' or 'mean'"
-
-
-def _weight_reasons(weight: Tensor) -> Iterator[tuple[str, str]]:
-    if type(weight) is not nn.Parameter:
-        yield f"its weight is a {type(weight).__name__}", "use a plain nn.Parameter"
-    if weight.dtype != torch.float32:
-        yield f"its weight is {str(weight.dtype).removeprefix('torch.')}", "float32 is lifted"
-    if weight.device.type != "cpu":
-        yield f"its weight is on {weight.device}", "tables on the CPU are lifted"
-    if not weight.is_contiguous():
-        yield f"its weight is not contiguous (strides {weight.stride()})", "weight.data = weight.data.contiguous()"
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        yield "its weight has gradient hooks, which expect a gradient in backward", "remove the hooks"
+WEIGHT_RULES = (
+    Rule("a weight of another class", lambda w: type(w) is not nn.Parameter, "its weight is a {weight}", "use a plain nn.Parameter"),
+    Rule("another dtype", lambda w: w.dtype != torch.float32, "its weight is {dtype}", "float32 is lifted"),
+    Rule("another device", lambda w: w.device.type != "cpu", "its weight is on {device}", "tables on the CPU are lifted"),
+    Rule("a weight with other strides", lambda w: not w.is_contiguous(), "its weight is not contiguous (strides {strides})",
+         "weight.data = weight.data.contiguous()"),
+    Rule("gradient hooks on the weight", lambda w: bool(w._backward_hooks or w._post_accumulate_grad_hooks),
+         "its weight has gradient hooks, which expect a gradient in backward", "remove the hooks"),
+)
 
 
 def _tables(work: Workload, names: Mapping[Tensor, str], modules: dict[str, EmbeddingModule]) -> tuple[
         dict[Tensor, Table], list[Refusal]]:
     """The tables of the modules. Modules whose table's update cannot be taken over leave `modules` and are refused."""
-    holders: dict[Tensor, list[Holder]] = {}
-    for index, optimizer in enumerate(work.optimizers):
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                holders.setdefault(weight, []).append((index, optimizer, group))
+    held = holders(work.optimizers)
+    refusals = _unfit(modules, held)
+    for path in refusals:
+        del modules[path]
+    tables: dict[Tensor, Table] = {}
+    for module in modules.values():
+        weight = module.weight
+        info = optimizer_info(module.sparse, held.get(weight, []))
+        tables[weight] = Table(names[weight], len(weight), weight.shape[1], "float32", module.sparse, info)
+    return tables, list(refusals.values())
+
+
+def _unfit(modules: Mapping[str, EmbeddingModule], held: Mapping[Tensor, Sequence[Holder]]) -> dict[str, Refusal]:
+    """The modules whose table's update cannot be taken over, and why."""
     sparse: dict[Tensor, set[bool]] = {}
     for module in modules.values():
         sparse.setdefault(module.weight, set()).add(module.sparse)
-    tables: dict[Tensor, Table] = {}
-    refusals: list[Refusal] = []
-    for path, module in list(modules.items()):
-        weight = module.weight
-        for reason, remedy in _update_reasons(weight, sparse[weight], holders.get(weight, [])):
-            refusals.append(Refusal(path, reason, remedy))
-            del modules[path]
-            break
-        else:
-            info = _optimizer_info(module.sparse, holders.get(weight, []))
-            tables[weight] = Table(names[weight], len(weight), weight.shape[1], "float32", module.sparse, info)
-    return tables, refusals
+    found = {}
+    for path, module in modules.items():
+        update = _Update(module.weight, frozenset(sparse[module.weight]), held.get(module.weight, []))
+        rule = first(UPDATE_RULES, update)
+        if rule is not None:
+            optimizer, obstacle = update.obstacle()
+            found[path] = Refusal(path, rule.reason.format(count=len(update.held), optimizer=optimizer, obstacle=obstacle), rule.remedy)
+    return found
 
 
-def _update_reasons(weight: Tensor, sparse: set[bool], holders: Sequence[Holder]) -> Iterator[tuple[str, str]]:
-    if len(sparse) > 1:
-        yield ("modules that share its weight differ in sparse=, so that torch adds a sparse to a dense gradient",
-               "give them the same sparse=")
-    elif len(holders) > 1:
-        yield f"its weight is in {len(holders)} parameter groups, so that a step updates it more than once", "keep it in one"
-    elif weight.requires_grad and False in sparse:
-        for _, optimizer, group in holders:
+class _Update(NamedTuple):
+    """What is known about the update of one table."""
+
+    weight: Tensor
+    sparse: frozenset[bool]                  # of the modules that look into it
+    held: Sequence[Holder]
+
+    def obstacle(self) -> tuple[str, str]:
+        """(optimizer, why it has no rule for a dense gradient) of the first such one; empty texts where there is none."""
+        for _, optimizer, group in self.held if self.weight.requires_grad and False in self.sparse else ():
             rule, reason = fused_rule(optimizer, group, sparse=False)
             if rule is None:
-                yield (f"its gradient is dense (sparse=False), and {type(optimizer).__name__} natively moves untouched rows too: {reason}",
-                       "sparse=True, or an optimizer that leaves untouched rows alone")
+                return type(optimizer).__name__, reason
+        return "", ""
 
 
-def _optimizer_info(sparse: bool, holders: Sequence[Holder]) -> OptimizerInfo | None:
-    for index, optimizer, group in holders:
-        return OptimizerInfo(index, type(optimizer).__name__, *fused_rule(optimizer, group, sparse))
-    return None
+UPDATE_RULES = (
+    Rule("shared, with both kinds of gradients", lambda update: len(update.sparse) > 1,
+         "modules that share its weight differ in sparse=, so that torch adds a sparse to a dense gradient", "give them the same sparse="),
+    Rule("in several parameter groups", lambda update: len(update.held) > 1,
+         "its weight is in {count} parameter groups, so that a step updates it more than once", "keep it in one"),
+    Rule("a dense gradient under an optimizer that moves untouched rows", lambda update: bool(update.obstacle()[1]),
+         "its gradient is dense (sparse=False), and {optimizer} natively moves untouched rows too: {obstacle}",
+         "sparse=True, or an optimizer that leaves untouched rows alone"),
+)
 
 
 def _note(module: nn.Module) -> str:

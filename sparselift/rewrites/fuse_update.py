@@ -33,12 +33,14 @@ class FuseUpdate(Rewrite):
     summary = "sum duplicate gradients and update rows in one kernel, in optimizer.step()"
     scope = "class"
     equivalence_note = ("reassociated; bitwise for update='native' and for coalesce='none', where a table has sparse gradients "
-                        "and one lookup a step, and the loop does not clip")
+                        "and one lookup a step, and the loop does not clip (nor accumulate, for coalesce='none')")
     knobs = (
         Knob("update", ("native", "coalesced", "fused"), "native",
              "native: torch's optimizer gets an ordinary gradient; coalesced: one whose duplicates a kernel has summed; "
              "fused: a kernel updates rows"),
-        Knob("coalesce", COALESCE_METHODS, "chain", "chain: sum a row's gradients, update it once; none: SGD lookup by lookup, in id order",
+        Knob("coalesce", COALESCE_METHODS, "chain",
+             "sum a row's gradients and update it once, with its lookups found by a head for every row of the table (chain) or by a "
+             "sort; none: SGD lookup by lookup, in id order",
              requires=(("update", ("fused",)),)),
     )
 
@@ -59,8 +61,10 @@ class FuseUpdate(Rewrite):
         return None
 
     def equivalence(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str:
-        # A norm over all gradients is summed in another order than torch's, and clipping scales by it.
-        if "clip" in (structure.uses or ()):
+        # A norm over all gradients is summed in another order than torch's, and clipping scales by it. Adding up two sparse gradients,
+        # torch sums some of their rows before the optimizer sees them.
+        uses = structure.uses or ()
+        if "clip" in uses or (knobs["update"] == "fused" and "accumulate" in uses):
             return "reassociated"
         # Autograd adds up the gradients of a shared table in its own order, and a dense gradient sums before it is ours to see.
         one_sparse_lookup = all(table.sparse and len(structure.features_of(table.name)) <= 1 for table in tables_at(structure, site))
@@ -70,11 +74,11 @@ class FuseUpdate(Rewrite):
     def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
         tables = tables_at(graph.structure, site)
         if not all(table.optimizer and table.optimizer.fused_rule for table in tables):
-            # An optimizer without a fused rule coalesces by sorting; a chain a row does it in one pass.
+            # torch coalesces with a comparison sort; our kernel does not.
             return {"update": "coalesced", "coalesce": "chain"}
         # torch's SGD takes a sparse gradient lookup by lookup, a dense one summed. So do we, which is the faster and the exact way.
         in_turn = all(table.optimizer and table.optimizer.fused_rule == "sgd" and table.sparse for table in tables)
-        return {"update": "fused", "coalesce": "none" if in_turn else "chain"}
+        return {"update": "fused", "coalesce": "none" if in_turn else "sort"}
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return nodes_at(graph, site, "expand", "coalesce", "update")
@@ -94,7 +98,7 @@ class FuseUpdate(Rewrite):
         return replace(graph, nodes=tuple(nodes))
 
     def memory_bytes(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> int:
-        """Gradients: natively (K, D) rows and ids, or (R, D) where dense; fused, those of bags, and for "chain" an int32 head a row."""
+        """Gradients: natively (K, D) rows and ids, or (R, D) where dense; fused, those of bags, and what finds the lookups of a row."""
         total = 0.0
         for table in tables_at(graph.structure, site):
             k = lookups(graph, table.name)
@@ -137,8 +141,8 @@ class FuseUpdate(Rewrite):
         for name in node.tables:
             table = graph.structure.table(name)
             k, u = lookups(graph, name), unique_rows(graph, name)
-            rows = u * (row_bytes(table) + state_row_bytes(table)) if coalesce == "chain" else k * row_bytes(table)
-            links = 4 * k + 4 * u if coalesce == "chain" else 0.0              # the chain's next pointers and heads
+            rows = k * row_bytes(table) if coalesce == "none" else u * (row_bytes(table) + state_row_bytes(table))
+            links = _link_bytes(table, k, u, coalesce)
             read += 4 * k + links + 4 * k * table.dim + rows                   # ids, chain, the bag's gradient a lookup, rows
             write += links + rows
             live += bag_gradient_bytes(graph, name) + _workspace_bytes(table, k, coalesce)
@@ -146,7 +150,17 @@ class FuseUpdate(Rewrite):
 
 
 def _workspace_bytes(table: Table, lookups_per_batch: float, coalesce: str) -> float:
-    return 4 * table.rows + 4 * lookups_per_batch if coalesce == "chain" else 0.0
+    """Heads and links of chains; links and what is sorted."""
+    if coalesce == "none":
+        return 0.0
+    return 8 * lookups_per_batch + (4 * table.rows if coalesce == "chain" else 16 * lookups_per_batch)
+
+
+def _link_bytes(table: Table, k: float, u: float, coalesce: str) -> float:
+    """Moved one way to find the lookups of each row: links and heads, or an 8-byte entry a lookup and digit of 11 bits."""
+    if coalesce == "none":
+        return 0.0
+    return 4 * k + 4 * u if coalesce == "chain" else 8 * k * (1 + -(-(table.rows - 1).bit_length() // 11))
 
 
 def _past(inputs: tuple[str, ...], gone: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

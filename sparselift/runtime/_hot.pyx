@@ -7,7 +7,7 @@ from cpython.object cimport PyObject
 from torch import Tensor, float32, is_grad_enabled
 from torch.nn import Parameter
 
-from sparselift.grad import GradState, PendingGrad
+from sparselift.grad import GradState, PendingGrad, accumulated
 
 
 cdef extern from "Python.h":
@@ -175,19 +175,31 @@ cdef class TableGrad:
         self.state = GradState(self.state.table, self.state.shape, self.state.sparse)
         self.handle = PendingGrad(self.state)
 
+    def alone(self, arrival):
+        """One backward's gradient as torch would have computed it."""
+        state = GradState(self.state.table, self.state.shape, self.state.sparse)
+        state.add(arrival)
+        return state.tensor()
+
     def settle(self, weight):
         """Replace our pending gradient by the tensor that torch would have there."""
         if weight.grad is self.handle:
             weight.grad = self.state.keep()
 
 
-def accumulate(places, weights, tables, arrival):
-    """Add one backward's gradient to `.grad` of the tables at `places`, as AccumulateGrad does."""
+def accumulate(places, weights, tables, arrival, bint may_be_watched):
+    """Add one backward's gradient to `.grad` of the tables at `places`, as AccumulateGrad does.
+
+    `may_be_watched`: a hook may have been registered since the forward, which looks up no weight that has one.
+    """
     cdef TableGrad table
     cdef tuple alone = (arrival,)
     for place in places:
         table = <TableGrad>tables[place]
         weight = weights[place]
+        if may_be_watched and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+            watched(weight, table, arrival)
+            continue
         grad = weight.grad
         if grad is None:
             if table.is_held():
@@ -199,10 +211,23 @@ def accumulate(places, weights, tables, arrival):
             weight.grad = table.handle
         elif grad is table.handle:
             table.state.add(arrival)
+        elif type(grad) is PendingGrad and grad._state.table == table.state.table:
+            grad._state.add(arrival)
         else:
-            extra = GradState(table.state.table, table.state.shape, table.state.sparse)
-            extra.add(arrival)
-            weight.grad = grad + extra.tensor()
+            weight.grad = accumulated(grad, table.alone(arrival))
+
+
+def watched(weight, TableGrad table, arrival):
+    """Accumulate a gradient that hooks of the weight see, as torch's engine does."""
+    new = table.alone(arrival)
+    for hook in list((weight._backward_hooks or {}).values()):
+        changed = hook(new)
+        if changed is not None:
+            new = changed
+    grad = weight.grad
+    weight.grad = new if grad is None else accumulated(grad, new)
+    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+        hook(weight)
 
 
 def pending(params):
@@ -250,6 +275,8 @@ def arrange(params, states, sum_dims, fused):
                 or state.table not in fused):
             return None
         position = place[state.table]
+        if group.weights[position] is not None:     # somebody gave two parameters one table's gradient
+            return None
         if sum_dims:
             shape = state.shape if sum_dims == 2 else state.shape[:1]
             own = states.get(weight)

@@ -27,7 +27,7 @@ log = logging.getLogger("sparselift")
 
 _Ends = tuple[list[Slots], list[TableGrad]]     # one slot a feature, one gradient a table
 
-ODD_WEIGHT = "its weight is not an nn.Parameter of the recorded table, or has hooks"
+ODD_WEIGHT = "its weight is not a contiguous nn.Parameter of the recorded table, or has hooks"
 
 
 class Runtime:
@@ -67,7 +67,8 @@ class Runtime:
     def group(self, features: Sequence[Feature], concat: Concat | None = None) -> LookupGroup:
         """A group over these features and the tables that they read."""
         names = dict.fromkeys(feature.table for feature in features)
-        return LookupGroup(features, [self.tables[name] for name in names], concat, {n: self.knobs[n] for n in names}, self.backend)
+        return LookupGroup(features, [self.tables[name] for name in names], concat, {n: self.knobs[n] for n in names},
+                           self.owners, self.backend)
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root forward's pre-hook."""
@@ -156,7 +157,8 @@ class LiftedForward:
         table = runtime.tables[feature.table]
         weights = plain_weights([runtime.owners[table.name]])
         if weights is None or weights[0] is not self.module._parameters.get("weight") \
-                or weights[0].dtype != torch.float32 or weights[0].shape != (table.rows, table.dim) or not weights[0].is_cpu:
+                or weights[0].dtype != torch.float32 or weights[0].shape != (table.rows, table.dim) or not weights[0].is_cpu \
+                or not weights[0].is_contiguous():
             runtime.aside(feature.name, f"torch's forward ran: {ODD_WEIGHT}")
             return None
         if self.in_prelude:
@@ -213,8 +215,9 @@ class LiftedEmbedding(LiftedForward):
 
 
 def _transforming() -> bool:
-    """Whether more than values is asked of a forward: kernels give nothing else."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether more than values is asked of a forward, or somebody follows torch's operations: kernels give values alone."""
+    return (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+            or torch._C._len_torch_dispatch_stack() > 0)
 
 
 def _lifted(runtime: Runtime, module: nn.Module, features: Sequence[Feature]) -> LiftedBag | LiftedEmbedding:

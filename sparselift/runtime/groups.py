@@ -5,11 +5,13 @@ Letters: B bags, D columns of a table, K ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from sparselift.errors import LiftRefused
 from sparselift.grad import Arrival
@@ -17,6 +19,7 @@ from sparselift.ir import Concat, Feature, Table
 from sparselift.kernels import get_backend
 from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableKnobs, TableSpec
 from sparselift.memory import OutputRing
+from sparselift.runtime import engine
 from sparselift.runtime._hot import TableGrad, accumulate, trainable
 from sparselift.runtime.concat import ConcatBuffer, ConcatLayout
 from sparselift.runtime.inputs import Fetch, compile_fetch
@@ -30,15 +33,18 @@ class LookupGroup:
     """
 
     def __init__(self, features: Sequence[Feature], tables: Sequence[Table], concat: Concat | None,
-                 knobs: dict[str, TableSchedule], backend: str) -> None:
+                 knobs: dict[str, TableSchedule], owners: Mapping[str, nn.Module], backend: str) -> None:
+        """`owners`: the modules that hold the tables of the whole model."""
         self.features = tuple(features)
         self.tables = tuple(tables)
         self.concat = concat
         self.knobs = dict(knobs)
+        self.owners = owners
         self.backend = backend
         names = [table.name for table in tables]
         self.place = {name: position for position, name in enumerate(names)}
         self.table_of = tuple(self.place[feature.table] for feature in features)
+        self._shapes = {(table.rows, table.dim) for table in tables}
         self.widths = self._widths()
         self.layout = None if concat is None else ConcatLayout(self.widths, [isinstance(part, str) for part in concat.parts])
         self.is_flat = all(feature.form == "offsets" for feature in features)
@@ -51,16 +57,22 @@ class LookupGroup:
         self._fetch: Fetch | None = None
         self.ring = OutputRing()
         self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
+        self.anchor_node = get_gradient_edge(self.anchor).node
+        engine.watch(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for transient in ("_program", "_fetch", "ring", "anchor"):
+        for transient in ("_program", "_fetch", "ring", "anchor", "anchor_node"):
             del state[transient]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+    def has_shape(self, shape: torch.Size) -> bool:
+        """Whether one of the tables has this shape."""
+        return tuple(shape) in self._shapes
 
     @property
     def program(self) -> BagProgram:
@@ -113,23 +125,27 @@ class LookupGroup:
         differentiable = [sample_weights[f] for f in call.weighted]
         if not call.trainable and not differentiable:
             return call.hand_out(outputs)
+        if differentiable:
+            call.versions = [weight._version for weight in weights]
         return call.hand_out(_record(self.anchor, call, outputs, *differentiable))
 
 
 class LookupCall:
     """One batch on its way through a group: the prepared ids, and what its backward must do."""
 
-    __slots__ = ("batch", "buffer", "grads", "group", "shapes", "trainable", "weighted", "weights")
+    __slots__ = ("batch", "buffer", "grads", "group", "hooks", "shapes", "trainable", "versions", "weighted", "weights")
 
     group: LookupGroup
     batch: IndexBatch
     shapes: tuple[torch.Size, ...]  # of the ids; empty where all are 1-D
     weighted: tuple[int, ...]      # features whose per-sample weights want a gradient
+    versions: list[int]            # of the weights at the lookup, where a per-sample weight wants a gradient
     buffer: Tensor | None
 
     def __init__(self, group: LookupGroup, weights: Sequence[Tensor], grads: Sequence[TableGrad]) -> None:
         self.group, self.weights, self.grads = group, weights, grads
         self.trainable = trainable(weights)
+        self.hooks = RemovableHandle.next_id           # torch counts every hook that is registered anywhere
         self.buffer = None
 
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> None:
@@ -174,9 +190,18 @@ class LookupCall:
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""
-        grad = self._arranged(grads)
-        arrival = Arrival(self.group.program, Segment.arrived(self.batch, grad), self.group.place)
-        accumulate(self._reached(grad), self.weights, self.grads, arrival)
+        group, grad, wanted = self.group, self._arranged(grads), engine.wanted()
+        if wanted is not None or torch._C._will_engine_execute_node(group.anchor_node):    # else tables are none of the inputs
+            places = self._reached(grad)
+            arrival = Arrival(group.program, Segment.arrived(self.batch, grad), group.place, group.owners,
+                              torch._C._current_graph_task_id())
+            if wanted is not None:
+                places = [place for place in places if id(self.weights[place]) in wanted.weights]
+            if wanted is None or wanted.keeps:
+                accumulate(places, self.weights, self.grads, arrival, self.hooks != RemovableHandle.next_id)
+            else:
+                for place in places:
+                    wanted.collect(self.weights[place], self.grads[place].alone(arrival))
         return [self._sample_weight_grad(f, grad) for f in self.weighted]
 
     def _arranged(self, grads: Sequence[Tensor | None]) -> Tensor | list[Tensor | None]:
@@ -200,6 +225,10 @@ class LookupCall:
             own = grad[feature]
         if own is None:
             return None
+        table = self.group.table_of[feature]
+        if self.weights[table]._version != self.versions[table]:
+            raise RuntimeError(f"the table {self.group.tables[table].name} was modified in place between a lookup with per-sample weights "
+                               "and its backward, which needs the rows that were looked up")
         flat = self.group.program.weight_grad(self.weights, self.batch, feature, own)
         return flat.view(self.shapes[feature]) if self.shapes else flat
 
@@ -225,8 +254,7 @@ class FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: LookupCall, outputs: tuple[Tensor, ...], *sample_weights: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(anchor)           # so that a second backward without retain_graph raises, as torch's does
-        ctx.call = call
+        ctx.call = call                         # nothing is saved: checkpointing counts what a forward and its repetition save
         fresh = tuple([output.data for output in outputs])
         if call.group.concat is None and len(call.trainable) < len(call.weights):
             ctx.mark_non_differentiable(*(output for feature, output in enumerate(fresh) if _is_frozen(call, feature)))
@@ -234,13 +262,18 @@ class FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.saved_tensors                       # noqa: B018  raises after the graph was freed
+        call = ctx.call
+        if call is None:
+            raise RuntimeError("Trying to backward through a lifted lookup a second time, after its ids were freed; "
+                               "pass retain_graph=True to the first backward()")
         if torch.is_grad_enabled():
-            raise LiftRefused(f"create_graph=True through the lifted lookups {_names(ctx.call)}: their backward is not differentiable; "
+            raise LiftRefused(f"create_graph=True through the lifted lookups {_names(call)}: their backward is not differentiable; "
                               "call sparselift.unapply first")
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.call = None
         if all(grad is None for grad in grads):
-            return (None,) * (3 + len(ctx.call.weighted))
-        return (None, None, None, *ctx.call.accumulate(grads))
+            return (None,) * (3 + len(call.weighted))
+        return (None, None, None, *call.accumulate(grads))
 
 
 # Function.apply itself: what Python adds to it serves torch.func transforms, under which no lookup gets here.

@@ -1,7 +1,10 @@
 """The fused update: what happens around `optimizer.step()` to lifted tables.
 
 Before the step, tables whose gradient is still pending lookups are updated by one kernel call a program, and their gradients are
-hidden from torch's loop; other lifted tables give torch's loop a real gradient. After it, every `.grad` is what it was.
+hidden from torch's loop; other lifted tables lend torch's loop a real gradient. After it, every `.grad` is what it was.
+
+Hooks of the user's must see what they see natively: before the step its gradients and the old weights, after it the same gradients
+and the new weights. So ours is the last pre-hook and the first post-hook.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from sparselift.grad import Arrival, GradState, PendingGrad
 from sparselift.kernels.base import Segment, UpdateRule
-from sparselift.optim import fused_rule, update_rule
+from sparselift.optim import FUSED_OPTIMIZERS, fused_rule, update_rule
 from sparselift.runtime._hot import arrange, consists_of_lookups, hide, pending, show
 from sparselift.runtime.executor import Runtime
+from sparselift.workload import check_ranks
 
 _ONE = torch.ones(())
 _NO_STATE: dict[str, Any] = {}
@@ -33,33 +38,85 @@ class FusedStep:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.fused = frozenset(name for name in runtime.tables if runtime.knobs[name].update == "fused")
+        # Lookup by lookup has torch's bits, but not with gradients of several backwards, of which torch sums some rows first.
+        exact = "accumulate" not in (runtime.structure.uses or ())
+        self.one_backward = frozenset(name for name in self.fused if exact and runtime.knobs[name].coalesce == "none")
         self.hidden: list[tuple[Tensor, PendingGrad]] = []
+        self.lent: list[_Loan] = []
+        self.untouched = ""                      # why torch's loop was left to the pending gradients themselves
+
+    def register(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+        """Install the hooks."""
+        self.before_handle = optimizer.register_step_pre_hook(self.before)
+        self.after_handle = optimizer.register_step_post_hook(self.after)
+        hooks = self.after_handle.hooks_dict_ref()
+        assert hooks is not None
+        hooks.move_to_end(self.after_handle.id, last=False)
+        return [self.before_handle, self.after_handle]
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step pre-hook. A closure runs first, since it computes the gradients that are to be applied."""
+        check_ranks("step")
         self.hidden.clear()                      # of a step that raised: its lifted tables have had their update
+        self.lent.clear()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self.untouched = ""
+        if not self._is_last():
+            self.untouched = "a step pre-hook was registered after apply; from the next step on it runs before the fused update"
+        elif closure is not None and type(optimizer) not in FUSED_OPTIMIZERS:
+            self.untouched = "it calls the closure itself"
+        if self.untouched:
+            return None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (args[0],), {**kwargs, "closure": _Constant(loss)}
-        if not self._usual(optimizer):
-            self._table_by_table(optimizer)
+        try:
+            if not self._usual(optimizer):
+                self._table_by_table(optimizer)
+        except BaseException:
+            self._put_back()
+            raise
         return (args, kwargs) if closure is not None else None
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook."""
+        self._put_back()
+        if self.untouched:
+            for group in optimizer.param_groups:
+                for _, _, state in pending(group["params"]):
+                    self.runtime.updates[state.table, f"torch's optimizer: {self.untouched}"] += 1
+            hooks = self.before_handle.hooks_dict_ref()
+            if hooks is not None and self.before_handle.id in hooks:
+                hooks.move_to_end(self.before_handle.id)
+
+    def _put_back(self) -> None:
         show(self.hidden)
         self.hidden.clear()
+        for loan in self.lent:
+            loan.take_back()
+        self.lent.clear()
+
+    def _is_last(self) -> bool:
+        """Whether only hooks of other applied models, which leave our tables alone, run after ours."""
+        hooks = self.before_handle.hooks_dict_ref()
+        for hook in reversed((hooks or {}).values()):
+            if hook == self.before:
+                return True
+            if not isinstance(getattr(hook, "__self__", None), FusedStep):
+                return False
+        return True
 
     def _usual(self, optimizer: torch.optim.Optimizer) -> bool:
         """Run the step of an optimizer with one param group whose tables got their gradients from the same lookups; False for another."""
         group = optimizer.param_groups[0]
         kind, _ = fused_rule(optimizer, group, True)
-        if kind is None or len(optimizer.param_groups) > 1 or group.get("lr_decay"):
+        if kind is None or len(optimizer.param_groups) > 1 or group.get("lr_decay") or _is_scaled(optimizer):
             return False
         found = arrange(group["params"], optimizer.state, _SUM_DIMS[kind], self.fused)
-        if found is None or (not found.sparse and fused_rule(optimizer, group, False)[0] is None):
+        if found is None or found.arrived[0].owners is not self.runtime.owners or (self.one_backward and len(found.arrived) > 1):
+            return False
+        if not found.sparse and fused_rule(optimizer, group, False)[0] is None:
             return False
         self.hidden = found.pairs
         hide(self.hidden)
@@ -67,7 +124,7 @@ class FusedStep:
         rules = [None if weight is None else rule for weight in found.weights]
         for arrival in found.arrived:
             arrival.segment.check_unchanged()
-        _run(self.runtime, found.weights, found.sums, rules, found.arrived, [arrival.segment for arrival in found.arrived])
+        _run(found.weights, found.sums, rules, found.arrived, [arrival.segment for arrival in found.arrived])
         _count(found.counters)
         torch.autograd.graph.increment_version([weight for weight, _ in found.pairs])
         return True
@@ -78,29 +135,35 @@ class FusedStep:
         for group in optimizer.param_groups:
             self._split(optimizer, group, updates, counters)
         if updates:
+            for arrival in {arrival for _, state, _, _ in updates for arrival in state.arrived}:
+                arrival.segment.check_unchanged()
             for batch in _by_arrivals(updates):
-                _run_updates(self.runtime, batch)
+                _run_updates(batch)
             _count(counters)
             torch.autograd.graph.increment_version([weight for weight, _, _, _ in updates])
 
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], updates: list[_Update], counters: list[Tensor]) -> None:
         """Hide the pending gradients of a param group's tables; give torch's loop real ones where it must update them itself."""
-        found = pending(group["params"])
+        found = [(weight, grad, state) for weight, grad, state in pending(group["params"])
+                 if not state.arrived or state.arrived[0].owners is self.runtime.owners]
         if not found:
             return
         rules = {sparse: fused_rule(optimizer, group, sparse) for sparse in {state.sparse for _, _, state in found}}
+        if _is_scaled(optimizer):
+            rules = dict.fromkeys(rules, (None, "its own fused step takes the scale and the finite check of a GradScaler"))
         shared: UpdateRule | None = None
         for weight, grad, state in found:
             rule, reason = rules[state.sparse]
             own = optimizer.state.get(weight, _NO_STATE) if rule not in (None, "sgd") else _NO_STATE
-            if rule is not None and (state.table not in self.fused or own is not _NO_STATE or not consists_of_lookups(state)):
+            if rule is not None and (state.table not in self.fused or own is not _NO_STATE or len(state.arrived) != 1):
                 reason = self._obstacle(state) or (_state_obstacle(rule, own, weight) if rule != "sgd" else "")
-            self.hidden.append((weight, grad))
             if reason:
-                weight.grad = state.coalesced_tensor() if self.runtime.knobs[state.table].update == "coalesced" else state.tensor()
+                knobs = self.runtime.knobs.get(state.table)
+                self.lent.append(_Loan(weight, grad, knobs is not None and knobs.update == "coalesced"))
                 self.runtime.updates[state.table, f"torch's optimizer: {reason}"] += 1
                 continue
             assert rule is not None
+            self.hidden.append((weight, grad))
             weight.grad = None
             if shared is None or "lr_decay" in group or shared.kind != rule:
                 shared = update_rule(rule, group, own)
@@ -116,7 +179,32 @@ class FusedStep:
             return f"the plan chose update={self.runtime.knobs[state.table].update!r}"
         if state.value is not None:
             return "the gradient was read or written as a tensor"
+        if len(state.arrived) > 1 and state.table in self.one_backward:
+            return "gradients of several backwards, whose sum has torch's bits only in torch; uses={'accumulate'} would lift that"
         return "" if consists_of_lookups(state) else "lookups of the table ran in several groups"
+
+
+class _Loan:
+    """A pending gradient that torch's loop sees as an ordinary tensor."""
+
+    __slots__ = ("weight", "grad", "tensor", "version")
+
+    def __init__(self, weight: Tensor, grad: PendingGrad, coalesced: bool) -> None:
+        self.weight, self.grad = weight, grad
+        self.tensor = weight.grad = grad.state.coalesced_tensor() if coalesced else grad.state.tensor()
+        self.version = self.tensor._version
+
+    def take_back(self) -> None:
+        """Put the pending gradient back, with what the optimizer wrote to it. One that it replaced or dropped stays so."""
+        if self.weight.grad is self.tensor:
+            if self.tensor._version != self.version:
+                self.grad.state.replace(self.tensor)
+            self.weight.grad = self.grad
+
+
+def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler leaves it to the optimizer to unscale gradients and to skip a step that has infinities."""
+    return getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
 
 
 def _state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
@@ -129,14 +217,18 @@ def _state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
 
 def _by_arrivals(updates: Sequence[_Update]) -> list[list[_Update]]:
     """Tables whose gradients consist of the same backwards of one program, and so go into one kernel call."""
-    batches: dict[tuple[int, ...], list[_Update]] = {}
+    batches: dict[tuple[int, ...], dict[str, _Update]] = {}
+    again = []
     for update in updates:
         if update[1].arrived:                                 # a zeroed gradient moves nothing
-            batches.setdefault(tuple(map(id, update[1].arrived)), []).append(update)
-    return list(batches.values())
+            batch = batches.setdefault(tuple(map(id, update[1].arrived)), {})
+            # A call has one place a table, but somebody may have given two parameters one table's gradient.
+            if batch.setdefault(update[1].table, update) is not update:
+                again.append([update])
+    return [*(list(batch.values()) for batch in batches.values()), *again]
 
 
-def _run_updates(runtime: Runtime, updates: Sequence[_Update]) -> None:
+def _run_updates(updates: Sequence[_Update]) -> None:
     arrived = updates[0][1].arrived
     place = arrived[0].place
     weights: list[Tensor | None] = [None] * len(place)
@@ -145,16 +237,16 @@ def _run_updates(runtime: Runtime, updates: Sequence[_Update]) -> None:
     for weight, grad, rule, sums in updates:
         position = place[grad.table]
         weights[position], states[position], rules[position] = weight, sums, rule
-    _run(runtime, weights, states, rules, arrived, [_segment(updates, i) for i in range(len(arrived))])
+    _run(weights, states, rules, arrived, [_segment(updates, i) for i in range(len(arrived))])
 
 
-def _run(runtime: Runtime, weights: list[Any], states: list[Tensor | None], rules: list[UpdateRule | None],
-         arrived: Sequence[Arrival], segments: list[Segment]) -> None:
+def _run(weights: list[Any], states: list[Tensor | None], rules: list[UpdateRule | None], arrived: Sequence[Arrival],
+         segments: list[Segment]) -> None:
     """Update the tables of one program: those that have a rule."""
     if len(weights) > sum(rule is not None for rule in rules):
         for name, position in arrived[0].place.items():
             if rules[position] is None:
-                weights[position] = runtime.owners[name]._parameters["weight"]
+                weights[position] = arrived[0].owners[name]._parameters["weight"]
     arrived[0].program.update(weights, states, rules, segments)
 
 
@@ -166,7 +258,6 @@ def _count(steps: list[Tensor]) -> None:
 
 def _segment(updates: Sequence[_Update], position: int) -> Segment:
     arrival = updates[0][1].arrived[position]
-    arrival.segment.check_unchanged()
     if all(grad.scales is None for _, grad, _, _ in updates):
         return arrival.segment
     scales = [1.0] * len(arrival.place)

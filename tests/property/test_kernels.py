@@ -17,7 +17,7 @@ from tests.contract.naive import Case, random_case, random_grads
 BACKENDS = [name for name in available_backends() if name.startswith("cpu-")]
 pytestmark = pytest.mark.skipif(not BACKENDS, reason="the CPU kernels are not built")
 REFERENCE = get_backend("reference")
-knobs = st.builds(TableKnobs, coalesce=st.sampled_from(["chain", "none"]), prefetch=st.integers(0, 40),
+knobs = st.builds(TableKnobs, coalesce=st.sampled_from(["chain", "none", "sort"]), prefetch=st.integers(0, 40),
                   partition=st.sampled_from(["bag", "table"]), dedup=st.booleans())
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sparselift.apply import Applied, optimizer_info
-from sparselift.ir import Concat, Feature, InputPath, OptimizerInfo, Structure, Table
+from sparselift.apply import Applied
+from sparselift.ir import Concat, Feature, InputPath, Structure, Table
+from sparselift.optim import holders, optimizer_info
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
 ROWS = (11, 40, 7)
@@ -45,9 +46,9 @@ def batch(seed: int, bags: int = 6) -> tuple[Tensor, list[Tensor], list[Tensor]]
 
 def bags_structure(model: Bags, optimizers: Sequence[torch.optim.Optimizer], weighted: bool = False) -> Structure:
     """What lifting `Bags` finds."""
-    tables, features = [], []
+    tables, features, held = [], [], holders(optimizers)
     for t, module in enumerate(model.emb):
-        info: OptimizerInfo | None = optimizer_info(module.weight, module.sparse, optimizers)
+        info = optimizer_info(module.sparse, held.get(module.weight, ()))
         tables.append(Table(f"emb.{t}.weight", *module.weight.shape, "float32", module.sparse, info))
         indices, offsets, weights = (InputPath(("args", argument, t)) for argument in (2, 1, 3))
         features.append(Feature(f"emb.{t}", f"emb.{t}", 0, f"emb.{t}.weight", module.mode, module.padding_idx, False, "offsets", weighted,

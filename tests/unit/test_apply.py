@@ -16,6 +16,8 @@ import sparselift as sl
 from sparselift.apply import apply, explain, unapply
 from sparselift.errors import LiftRefused, PlanMismatchError
 from sparselift.lift import lift
+from sparselift.memory import huge_pages, set_huge_pages
+from sparselift.optim import holders, optimizer_info
 from sparselift.plan import Plan, default_plan
 from sparselift.space import Constraints
 from sparselift.verify import verify
@@ -217,14 +219,97 @@ def test_more_than_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         apply(plan, work.model, work.optimizer)
 
 
-def test_huge_pages_are_reported() -> None:
+def in_huge_pages() -> tuple[nn.Module, Workload, Plan]:
     model = nn.Sequential(nn.Embedding(400_000, 8, sparse=True))
     work = Workload("one", model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).sum(),
                     [torch.arange(i, i + 5) for i in range(3)])
-    graph = lift(work)
-    plan = default_plan(graph, Constraints(pin={"huge_pages": "madvise"}))
+    return model, work, default_plan(lift(work), Constraints(pin={"huge_pages": "madvise"}))
+
+
+def test_huge_pages_are_reported() -> None:
+    model, work, plan = in_huge_pages()
     address, before = model[0].weight.data_ptr(), model[0].weight.detach().clone()
     apply(plan, model, work.optimizer)
     assert "huge pages: 0.weight: " in explain(model)
     assert model[0].weight.data_ptr() == address and torch.equal(model[0].weight, before)
     unapply(model, work.optimizer)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_unapply_leaves_tables_in_the_pages_that_they_had(before: bool) -> None:
+    model, work, plan = in_huge_pages()
+    if set_huge_pages(model[0].weight, True).huge_bytes == 0:
+        pytest.skip("the kernel gives no huge pages here")
+    given = set_huge_pages(model[0].weight, before)
+    apply(plan, model, work.optimizer)
+    assert huge_pages(model[0].weight).prevail
+    unapply(model, work.optimizer)
+    assert huge_pages(model[0].weight) == given
+
+
+def test_pages_of_memory_that_came_later_are_left_alone() -> None:
+    model, work, plan = in_huge_pages()
+    set_huge_pages(model[0].weight, False)
+    apply(plan, model, work.optimizer)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    given = set_huge_pages(model[0].weight, True)
+    unapply(model, work.optimizer)
+    assert huge_pages(model[0].weight) == given
+
+
+def _max_norm(model: nn.Module) -> None:
+    model.embedding.max_norm = 1.0
+
+
+def _weight_hook(model: nn.Module) -> None:
+    model.embedding.weight.register_hook(print)
+
+
+def _strided(model: nn.Module) -> None:
+    model.embedding.weight.data = model.embedding.weight.data.t().contiguous().t()
+
+
+def _own_forward(model: nn.Module) -> None:
+    model.embedding.forward = model.embedding.forward
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (_max_norm, "embedding: max_norm=1.0"), (_weight_hook, "embedding: its weight has gradient hooks"),
+    (_strided, "embedding: its weight is not contiguous"), (_own_forward, "embedding: its forward has been replaced"),
+])
+def test_what_lift_would_not_take_any_more_is_refused(change: Callable[[nn.Module], None], says: str) -> None:
+    work = workload("sequence")
+    plan = default_plan(lift(work))
+    change(work.model)
+    with pytest.raises(LiftRefused, match=f"apply: {says}"):
+        apply(plan, work.model, work.optimizer)
+    assert not hasattr(work.model, "_sparselift")
+
+
+def test_a_part_of_an_applied_model_is_refused() -> None:
+    work = workload("sequence")
+    plan = default_plan(lift(work))
+    apply(plan, work.model, work.optimizer)
+    outer = nn.Module()
+    outer.embedding, outer.top = work.model.embedding, work.model.top
+    with pytest.raises(LiftRefused, match="apply: the model runs a plan already"):
+        apply(plan, outer, work.optimizer)
+
+
+def test_finding_the_optimizers_of_many_tables_is_linear() -> None:
+    looked: list[int] = []
+
+    class Counted(nn.Parameter):
+        def __eq__(self, other: object) -> bool:
+            looked.append(1)
+            return self is other
+
+        __hash__ = nn.Parameter.__hash__
+
+    weights = [Counted(torch.zeros(1, 1)) for _ in range(300)]
+    later = [{"params": weights[200:250]}, {"params": weights[250:]}]
+    optimizers = [torch.optim.SGD(weights[:200], lr=0.1), torch.optim.SGD(later, lr=0.2)]
+    looked.clear()
+    held = holders(optimizers)
+    info = [optimizer_info(True, held[weight]) for weight in weights]
+    assert [each.index for each in info] == [0] * 200 + [1] * 100 and len(looked) <= 10 * len(weights)

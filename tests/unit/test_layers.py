@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 ROWS = (
-    "errors dtypes canonical progress",
+    "errors dtypes canonical progress rules",
     "arrays hardware memory",
     "stats ir workload",
     "kernels",

@@ -245,6 +245,18 @@ def test_reading_metadata_is_no_use():
         assert set(kept.touched_rows) == {"bags.0.weight", "bags.1.weight"}
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_dropping_gradients_is_no_use(set_to_none):
+    work = make_work()
+    with preserve(work, work.take(1)) as kept, kept.watch():
+        work.step(work.model, work.take(1)[0]).backward()
+        work.model.zero_grad(set_to_none)
+        for weight in work.model.parameters():
+            weight.grad = None
+            weight.requires_grad = True
+        assert set(kept.touched_rows) == {"bags.0.weight", "bags.1.weight"}
+
+
 def test_a_table_tied_to_a_linear_layer_is_kept_whole():
     class Lm(nn.Module):
         def __init__(self):

@@ -85,7 +85,7 @@ def test_preferences_are_choices(rewrite: Rewrite) -> None:
 def test_combinations_give_knobs_without_effect_their_off_value() -> None:
     assert by_name("fuse_update").combinations() == (
         {"update": "native", "coalesce": "chain"}, {"update": "coalesced", "coalesce": "chain"}, {"update": "fused", "coalesce": "chain"},
-        {"update": "fused", "coalesce": "none"})
+        {"update": "fused", "coalesce": "none"}, {"update": "fused", "coalesce": "sort"})
 
 
 def test_weakest_and_same() -> None:
@@ -167,7 +167,9 @@ NONE = {"update": "fused", "coalesce": "none"}
     (small_graph(), NONE, "bitwise"),
     (small_graph(sparse=False), NONE, "reassociated"),
     (small_graph(sparse=False), NATIVE, "reassociated"),
-    (small_graph(uses=("accumulate", "scaler")), NONE, "bitwise"),
+    (small_graph(uses=("scaler", "skip")), NONE, "bitwise"),
+    (small_graph(uses=("accumulate", "scaler")), NONE, "reassociated"),
+    (small_graph(uses=("accumulate", "scaler")), NATIVE, "bitwise"),
     (small_graph(uses=("clip",)), NONE, "reassociated"),
     (small_graph(uses=("clip",)), NATIVE, "reassociated"),
     (graph([table("w", 10)], [feature("f", "w"), feature("f#1", "w", call=1)]), NONE, "reassociated"),
@@ -186,7 +188,10 @@ def test_a_fused_update_takes_the_place_of_expand_and_coalesce() -> None:
     k, u, d = 256, 256, 16                                                     # 64 bags of 4 ids, all different
     assert update.resources.read_bytes == 4 * k + (4 * k + 4 * u) + 4 * k * d + 4 * u * d
     assert update.resources.write_bytes == (4 * k + 4 * u) + 4 * u * d
-    assert update.resources.live_bytes == 64 * 4 * d + 4 * 2_000_000 + 4 * k
+    assert update.resources.live_bytes == 64 * 4 * d + 4 * 2_000_000 + 8 * k
+    sort = node(by_name("fuse_update").transform(g, whole(g), {"update": "fused", "coalesce": "sort"}), "update:big.weight")
+    assert sort.resources.write_bytes == 8 * k * (1 + 2) + 4 * u * d              # two digits of 11 bits make 2 million rows
+    assert sort.resources.live_bytes == 64 * 4 * d + (8 + 16) * k
 
 
 def test_uncoalesced_updates_move_a_row_a_lookup_and_hold_no_heads() -> None:
@@ -195,7 +200,7 @@ def test_uncoalesced_updates_move_a_row_a_lookup_and_hold_no_heads() -> None:
     assert node(none, "update:w").resources.write_bytes == 256 * 64
     assert node(chain, "update:w").resources.write_bytes == 8 * 64 + 4 * 256 + 4 * 8
     memory = [by_name("fuse_update").memory_bytes(g, whole(g), setting) for setting in (NATIVE, CHAIN, NONE)]
-    assert memory == [256 * (8 + 64), 64 * 64 + 4 * 1000 + 4 * 256, 64 * 64]
+    assert memory == [256 * (8 + 64), 64 * 64 + 4 * 1000 + 8 * 256, 64 * 64]
 
 
 def test_dense_gradients_are_as_large_as_the_table() -> None:

@@ -352,7 +352,7 @@ def test_memory_is_predicted_by_kind() -> None:
     native, planned = memory_bytes(g, space.native), memory_bytes(g, space.default)
     rows, k, bags = 2_000_300, 3 * 256, 3 * 64
     assert native == {"weights": rows * 64, "optimizer_state": rows * 64, "outputs": bags * 64, "gradients": k * (8 + 64)}
-    assert planned["fuse_update"] == bags * 64 + 4 * rows + 4 * k
+    assert planned["fuse_update"] == bags * 64 + (8 + 16) * k
     assert planned["indices"] == 4 * (k + bags)
 
 
