@@ -577,6 +577,7 @@ cdef class Program:
 
     cdef object _gradient(self, Py_ssize_t table, Py_ssize_t num_segments, bint coalesced, bint as_matrix):
         cdef int64_t count = 0
+        cdef int32_t threads = get_num_threads()
         cdef sl_status status
         cdef int64_t* rows
         cdef float* grads
@@ -590,7 +591,9 @@ cdef class Program:
         values = torch.empty(count, self.table_specs[table].dim, dtype=torch.float32, device=CPU)
         rows, grads = <int64_t*><uintptr_t>ids.data_ptr(), <float*><uintptr_t>values.data_ptr()
         with nogil:
-            status = (sl_coalesced_grad if coalesced else sl_expanded_grad)(self.handle, table, self.segments, num_segments,
-                                                                            rows, grads)
+            if coalesced:
+                status = sl_coalesced_grad(self.handle, table, self.segments, num_segments, rows, grads)
+            else:
+                status = sl_expanded_grad(self.handle, table, self.segments, num_segments, rows, grads, threads)
         check(status)
         return ids, values

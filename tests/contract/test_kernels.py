@@ -269,6 +269,20 @@ class TestKernels:
             assert ids.dtype == torch.int64 and ids.tolist() == [want_ids]
             assert np.array_equal(values.numpy(), want)
 
+    @pytest.mark.parametrize("options", [{}, {"padding": True, "pooling": ["mean", "sum"]}, {"pooling": ["none"]}, {"weighted": True}])
+    def test_expanded_gradients_are_the_same_at_any_thread_count(self, backend, options):
+        """Of enough lookups that several threads write them, by several features of one table."""
+        case = random_case(3, (17,), batch=1000, length=9, rows=50, shared=True, **options)
+        program, results = case.compile(backend), []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            batch = case.prepare(program)
+            results.append(program.expanded_grad(0, [Segment(batch, random_grads(case, batch, 5))]))
+        want_ids, want = lookup_grads(case, 0, random_grads(case, batch, 5))
+        for ids, grads in results:
+            assert ids.tolist() == want_ids
+            assert np.array_equal(grads.numpy(), want)
+
     def test_tables_that_fit(self, backend):
         case = random_case(1)
         program = case.compile(backend)
