@@ -68,15 +68,16 @@ def interleave(native: Step, planned: Step, num_batches: int, reps: int, seed: i
     return times[WARMUP_REPS:]
 
 
-def paired_row(times: Seconds, *, workload: str, config: str, optimizer: str, huge_pages: str, traffic_bytes: int) -> Row:
+def paired_row(times: Seconds, *, workload: str, config: str, optimizer: str, huge_pages: str,
+               traffic_bytes: int | None) -> Row:
     """The row of (reps, 2) native and planned seconds."""
     native_s, planned_s = np.median(times, axis=0)
     ratios = times[:, 0] / times[:, 1]
     low, median, high, _ = median_interval(ratios.tolist(), CONFIDENCE)
     quarter, three_quarters = np.percentile(ratios, [25, 75])
+    speed = (None, None) if traffic_bytes is None else (traffic_bytes / planned_s / 1e9, probe().stream_gbps)
     return Row(workload, config, optimizer, torch.get_num_threads(), huge_pages, native_s * 1e3, planned_s * 1e3, median,
-               low, high, float(three_quarters - quarter), len(times), traffic_bytes, traffic_bytes / planned_s / 1e9, probe().stream_gbps,
-               *machine())
+               low, high, float(three_quarters - quarter), len(times), traffic_bytes, *speed, *machine())
 
 
 def single_row(seconds: Sequence[float], *, workload: str, config: str, optimizer: str) -> Row:

@@ -5,7 +5,6 @@ Letters in shapes: B bags of a feature, D columns of a table, K ids of a feature
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,18 +21,31 @@ BACKEND = "cpu"
 _ADD = UpdateRule("sgd", lr=-1.0)
 
 
+_functorch_is_active = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_grad_is_enabled = torch.is_grad_enabled
+_has_storage = torch._C._has_storage
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
 def hidden_values() -> str:
     """Why tensors may have no values to read now, if so: a transform or a tracer stands in between. Empty otherwise."""
-    if torch._C._are_functorch_transforms_active():
+    if _functorch_is_active():
         return "a torch.func transform is active"
-    if torch._C._get_tracing_state() is not None:
+    if _tracing_state() is not None:
         return "torch.jit is tracing"
     return ""
 
 
+def nobody_watches() -> bool:
+    """Whether values can be read and written by kernels now: neither `hidden_values` nor `watched_operations` says anything."""
+    return not (_functorch_is_active() or _tracing_state() is not None or _count_dispatch_modes() or forward_ad._current_level >= 0)
+
+
 def watched_operations() -> str:
     """Who must see torch's own operations now, if anyone: kernels read and write memory behind torch's back. Empty otherwise."""
-    if torch._C._len_torch_dispatch_stack():
+    if _count_dispatch_modes():
         return "a dispatch mode is active"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active"
@@ -43,83 +55,85 @@ def watched_operations() -> str:
 class BagLookup:
     """Compiled lookups, one feature a table, as a differentiable function of the tables and the per-sample weights.
 
-    Any number of threads may call it; they take turns, because a program keeps workspaces.
+    Any number of threads may call it: a program's calls take turns.
     """
 
-    __slots__ = ("_lock", "program", "shapes", "width")
+    __slots__ = ("program", "shapes", "width")
 
     def __init__(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], backend: str | None = None) -> None:
         """Raises ValueError for a spec that the backend does not implement, KernelError for a backend that is not built."""
         self.program: BagProgram = get_backend(backend or BACKEND).compile(tables, features)
         self.shapes = tuple((table.rows, table.dim) for table in tables)
         self.width = sum(table.dim for table in tables)
-        self._lock = threading.Lock()
 
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
                 sample_weights: Sequence[Tensor | None] | None = None) -> IndexBatch:
         """Validate one batch; see BagProgram.prepare."""
-        with self._lock:
-            return self.program.prepare(indices, offsets, sample_weights)
+        return self.program.prepare(indices, offsets, sample_weights)
 
-    def __call__(self, tables: Sequence[Tensor], batch: IndexBatch, shape: Sequence[int], sparse: bool,
+    def __call__(self, tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int], sparse: bool,
                  sample_weights: Tensor | None = None) -> Tensor:
-        """Pooled rows of all features, side by side.
+        """Pooled rows of all features, side by side, (B, sum of D).
 
         Parameters
         ----------
         tables          (R, D) contiguous float32, a table
-        batch           from `prepare`
-        shape           of the result: (B, sum of D), or another shape with those elements
+        indices         (K,), a feature; like `offsets`, see BagProgram.prepare
         sparse          tables get torch.sparse_coo gradients, uncoalesced, a row a lookup; else dense ones
-        sample_weights  what the batch was prepared with, all features in one (sum of K,) tensor: its gradient flows here
+        sample_weights  (sum of K,), all features' in one tensor: its gradient flows here
         """
-        if torch.is_grad_enabled() and ((sample_weights is not None and sample_weights.requires_grad)
-                                        or True in [table.requires_grad for table in tables]):
-            return _record(self, batch, shape, sparse, sample_weights, *tables)
-        return self.run(tables, batch, shape)
+        # One table's tensors are asked first: a comprehension costs as much as a lookup of a few ids.
+        if _grad_is_enabled() and (tables[0].requires_grad or (sample_weights is not None and sample_weights.requires_grad)
+                                   or (len(tables) > 1 and True in [table.requires_grad for table in tables])):
+            return _record(self, indices, offsets, sparse, sample_weights, *tables)
+        return self.run(tables, indices, offsets, sample_weights)[1]
 
-    def run(self, tables: Sequence[Tensor], batch: IndexBatch, shape: Sequence[int]) -> Tensor:
-        """The lookups alone, outside autograd."""
-        out = tables[0].new_empty(*shape)
-        with self._lock:
-            self.program.forward(tables, batch, out if len(shape) == 2 else out.view(-1, self.width))
-        return out
+    def run(self, tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+            sample_weights: Tensor | None = None) -> tuple[IndexBatch, Tensor]:
+        """The lookups alone, outside autograd, and the batch for their gradients."""
+        if sample_weights is None:
+            return self.program.look_up(tables, indices, offsets)
+        return self.program.look_up(tables, indices, offsets, split_sample_weights(sample_weights, indices))
 
     def table_grads(self, batch: IndexBatch, grad: Tensor, wanted: Sequence[bool], sparse: bool) -> list[Tensor | None]:
-        """The gradient of every wanted table. `grad` is (B, width), last stride 1."""
-        segments = (Segment(batch, grad),)
+        """The gradient of every wanted table, of which there is one. `grad` is (B, width), last stride 1."""
+        if sparse and len(wanted) == 1:
+            return [_sparse(*self.program.lookup_grads(0, batch, grad), self.shapes[0])]
         if sparse:
-            grads: list[Tensor | None] = []
-            with self._lock:
-                for table, want in enumerate(wanted):
-                    grads.append(_place(*self.program.expanded_grad(table, segments), self.shapes[table], True) if want else None)
-            return grads
+            return [_sparse(*self.program.lookup_grads(table, batch, grad), self.shapes[table]) if want else None
+                    for table, want in enumerate(wanted)]
         # A table that wants no gradient still needs a tensor in its place, which no rule touches.
         sums = [grad.new_zeros(shape) if want else grad.new_empty(shape) for shape, want in zip(self.shapes, wanted)]
-        with self._lock:
-            self.program.update(sums, [None] * len(sums), [_ADD if want else None for want in wanted], segments)
+        self.program.update(sums, [None] * len(sums), [_ADD if want else None for want in wanted], (Segment(batch, grad),))
         return [each if want else None for each, want in zip(sums, wanted)]
 
     def sample_weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, grad: Tensor) -> Tensor:
         """(sum of K,) gradient of the per-sample weights. `grad` is (B, width), last stride 1."""
-        with self._lock:
-            if len(tables) == 1:
-                return self.program.weight_grad(tables, batch, 0, grad)
-            blocks = grad.split([dim for _, dim in self.shapes], 1)
-            return torch.cat([self.program.weight_grad(tables, batch, feature, block) for feature, block in enumerate(blocks)])
+        if len(tables) == 1:
+            return self.program.weight_grad(tables, batch, 0, grad)
+        blocks = grad.split([dim for _, dim in self.shapes], 1)
+        return torch.cat([self.program.weight_grad(tables, batch, feature, block) for feature, block in enumerate(blocks)])
+
+
+def split_sample_weights(sample_weights: Tensor | None, indices: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
+    """Every feature's part of the per-sample weights of all."""
+    if sample_weights is None:
+        return None
+    return (sample_weights,) if len(indices) == 1 else sample_weights.split([len(ids) for ids in indices])
 
 
 class _Lookup(torch.autograd.Function):
     """The autograd edge of a BagLookup: one for all its tables."""
 
     @staticmethod
-    def forward(ctx: Any, lookup: BagLookup, batch: IndexBatch, shape: Sequence[int], sparse: bool,
+    def forward(ctx: Any, lookup: BagLookup, indices: Sequence[Tensor], offsets: Sequence[Tensor | int], sparse: bool,
                 sample_weights: Tensor | None, *tables: Tensor) -> Tensor:
+        batch, out = lookup.run(tables, indices, offsets, sample_weights)
         ctx.lookup, ctx.batch, ctx.sparse = lookup, batch, sparse
         if sample_weights is not None:
             # The sum's gradient by the tables does not depend on them: only a gradient of the weights keeps them.
             ctx.save_for_backward(sample_weights, *(tables if ctx.needs_input_grad[4] else ()))
-        return lookup.run(tables, batch, shape)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -127,25 +141,24 @@ class _Lookup(torch.autograd.Function):
         if batch is None:
             raise RuntimeError("Trying to backward through a fused lookup a second time, after its ids were freed; "
                                "pass retain_graph=True to the first backward()")
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not _keeps_graph():
             ctx.batch = None
-        if grad.dim() != 2:
-            grad = grad.reshape(-1, lookup.width)
-        if torch.is_grad_enabled() or not torch._C._has_storage(grad) or hidden_values() or watched_operations():
+        if _grad_is_enabled() or not _has_storage(grad) or not nobody_watches():
             return None, None, None, None, *_grads_in_torch(ctx, batch, grad)
         if grad.stride(-1) != 1:
             # A sum's gradient is expanded. contiguous() would leave one without elements as it is.
             grad = grad.clone(memory_format=torch.contiguous_format)
-        weight_grad = None
-        if ctx.needs_input_grad[4]:
-            weight_grad = lookup.sample_weight_grad(ctx.saved_tensors[1:], batch, grad)
-        wanted = ctx.needs_input_grad[5:]
+        needed = ctx.needs_input_grad
+        weight_grad = lookup.sample_weight_grad(ctx.saved_tensors[1:], batch, grad) if needed[4] else None
+        wanted = needed[5:]
         table_grads = lookup.table_grads(batch, grad, wanted, ctx.sparse) if True in wanted else [None] * len(wanted)
         return None, None, None, None, weight_grad, *table_grads
 
 
 # Function.apply itself: what Python adds to it serves torch.func transforms, under which no lookup gets here, and costs as much again.
 _record = super(torch.autograd.Function, _Lookup).apply
+# Autograd calls `apply` of the backward's class, in which torch looks for a `backward` or a `vjp`. There is one here.
+_Lookup._backward_cls.apply = _Lookup.backward  # type: ignore[attr-defined]
 
 
 def _grads_in_torch(ctx: Any, batch: IndexBatch, grad: Tensor) -> list[Tensor | None]:
@@ -186,7 +199,7 @@ def lookup_grads(ids: Tensor, bounds: Tensor, grad: Tensor, *, pooling: str, pad
     table           (R, D), where the gradient of the per-sample weights is wanted
     """
     bags = _bag_of_each_id(bounds)
-    kept = torch.arange(len(ids)) if padding_idx is None else (ids != padding_idx).nonzero()[:, 0]
+    kept = torch.arange(len(ids), device=ids.device) if padding_idx is None else (ids != padding_idx).nonzero()[:, 0]
     kept_ids, kept_bags = ids[kept], bags[kept]
     arrived = grad[kept_bags]                                                # (L, D)
     sample_weight_grad = None
@@ -206,5 +219,9 @@ def _bag_of_each_id(offsets: Tensor) -> Tensor:
 
 def _place(ids: Tensor, rows: Tensor, shape: tuple[int, int], sparse: bool) -> Tensor:
     if sparse:
-        return torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
+        return _sparse(ids[None], rows, shape)
     return rows.new_zeros(shape).index_add(0, ids, rows)
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

@@ -130,7 +130,7 @@ sl_status sl_count_rows(sl_program* program, int64_t table, const sl_segment* se
 
 /* Ids and (., D) gradients: of every lookup, in order; of every distinct row, ascending. */
 sl_status sl_expanded_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments,
-                           int64_t* ids, float* grads);
+                           int64_t* ids, float* grads, int32_t threads);
 sl_status sl_coalesced_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments,
                             int64_t* rows, float* grads);
 

@@ -100,7 +100,8 @@ struct Kernels {
     void (*apply_lookups)(const UpdateArgs& args);
     /// out[i] = summed gradient of rows[i]. Cleans `heads` behind it.
     void (*sum_chains)(const UpdateArgs& args, int64_t num_rows, float* out);
-    void (*expand)(const UpdateArgs& args, int64_t* ids, float* out);
+    /// Ids and gradients, one a lookup that is no padding, of bags [first_bag, last_bag).
+    void (*expand)(const Source& source, int64_t dim, int64_t first_bag, int64_t last_bag, int64_t* ids, float* out);
     /// slots[k] = position of ids[k] among the distinct rows, which go to args.rows from `known` on. Returns their number.
     int64_t (*find_slots)(const UpdateArgs& args, const Lookups& lookups, int64_t known, int32_t* slots);
 };

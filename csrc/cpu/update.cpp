@@ -13,6 +13,7 @@ constexpr int64_t kMaxLookups = INT32_MAX - 1;   // a chain's links are 1 + a po
 constexpr int32_t kMaxParts = 64;
 constexpr double kBalanced = 1.1;                // busiest thread over the mean, from which splitting stops
 constexpr int64_t kMaxPackedFloats = 1 << 18;    // 1 MiB
+constexpr int64_t kExpandedFloats = 1 << 14;     // a thread writes at a time
 constexpr int64_t kLinkCost = 16;                // of scanning a lookup that may be another part's, in floats moved
 
 /// Whether to copy the gradient rows of a source side by side first. In one matrix for all features they lie a page or more apart:
@@ -172,6 +173,34 @@ UpdateArgs chain(sl_program& program, int64_t table, const sl_segment* segments,
     return args;
 }
 
+/// Some bags of a source, and the row of the result that they begin at.
+struct Expansion {
+    const Source* source;
+    int64_t first_bag, last_bag;
+    int64_t row;
+};
+
+int64_t counted(const Lookups& lookups, int64_t begin, int64_t end) {
+    if (lookups.padding < 0) return end - begin;
+    return end - begin - std::count(lookups.ids + begin, lookups.ids + end, lookups.padding);
+}
+
+int64_t begin_of(const Lookups& lookups, int64_t bag) { return lookups.offsets ? lookups.offsets[bag] : bag * lookups.length; }
+
+/// Cuts a source into runs of bags with about so many lookups. `written`: rows of the result before it, and then with it.
+void cut(const Source& source, int64_t lookups_a_part, std::vector<Expansion>& parts, int64_t& written) {
+    const Lookups& lookups = source.lookups;
+    for (int64_t bag = 0; bag < lookups.num_bags;) {
+        const int64_t first = bag, begin = begin_of(lookups, bag);
+        if (lookups.count - begin <= lookups_a_part)
+            bag = lookups.num_bags;
+        else
+            while (bag < lookups.num_bags && begin_of(lookups, bag) - begin < lookups_a_part) ++bag;
+        parts.push_back({&source, first, bag, written});
+        written += counted(lookups, begin, begin_of(lookups, bag));
+    }
+}
+
 }  // namespace
 }  // namespace sparselift
 
@@ -212,7 +241,7 @@ extern "C" sl_status sl_count_lookups(sl_program* program, int64_t table, const 
         *count = 0;
         for (int64_t s = range.begin; s < range.end; ++s) {
             const Lookups& lookups = program->sources[static_cast<size_t>(s)].lookups;
-            *count += lookups.count - (lookups.padding < 0 ? 0 : std::count(lookups.ids, lookups.ids + lookups.count, lookups.padding));
+            *count += counted(lookups, 0, lookups.count);
         }
         return SL_OK;
     });
@@ -228,11 +257,20 @@ extern "C" sl_status sl_count_rows(sl_program* program, int64_t table, const sl_
 }
 
 extern "C" sl_status sl_expanded_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* ids,
-                                      float* grads) {
+                                      float* grads, int32_t threads) {
     return guarded([&]() -> sl_status {
         program->sources.clear();
         const SourceRange range = gather_sources(*program, table, segments, num_segments);
-        program->kernels->expand(arguments(*program, table, range), ids, grads);
+        const int64_t dim = program->tables[static_cast<size_t>(table)].dim;
+        if (range.lookups * dim < kParallelCost) threads = 1;
+        std::vector<Expansion> parts;
+        int64_t written = 0;
+        for (int64_t s = range.begin; s < range.end; ++s)
+            cut(program->sources[static_cast<size_t>(s)], threads > 1 ? kExpandedFloats / dim + 1 : kMaxLookups, parts, written);
+        run_tasks(threads, static_cast<int64_t>(parts.size()), [&](int64_t i, int) {
+            const Expansion& part = parts[static_cast<size_t>(i)];
+            program->kernels->expand(*part.source, dim, part.first_bag, part.last_bag, ids + part.row, grads + part.row * dim);
+        });
         return SL_OK;
     });
 }

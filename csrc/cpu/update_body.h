@@ -377,24 +377,22 @@ static void pack_grads(const Source& source, int64_t dim, float* out) {
     });
 }
 
-static void expand(const UpdateArgs& a, int64_t* ids, float* out) {
-    for (int64_t s = 0; s < a.num_sources; ++s) {
-        const Source& source = a.sources[s];
-        const Lookups& l = source.lookups;
-        for (int64_t bag = 0; bag < l.num_bags; ++bag) {
-            const Bounds bounds = bounds_of(l, bag);
-            for (int64_t k = bounds.begin; k < bounds.end; ++k) {
-                if (l.ids[k] == l.padding) continue;
-                *ids++ = l.ids[k];
-                visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
-                    using S = decltype(size);
-                    Span<S> grad = load_span<S>(source.grad + bag * source.grad_stride + column, mask);
-                    scale_span(grad, factor_of(source, source.first + k, bag));
-                    scale_span(grad, source.scale);
-                    store_span(out + column, grad, mask);
-                });
-                out += a.dim;
-            }
+static void expand(const Source& given, int64_t dim, int64_t first_bag, int64_t last_bag, int64_t* ids, float* out) {
+    const Source source = given;
+    const Lookups l = source.lookups;
+    for (int64_t bag = first_bag; bag < last_bag; ++bag) {
+        const Bounds bounds = bounds_of(l, bag);
+        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+            if (l.ids[k] == l.padding) continue;
+            *ids++ = l.ids[k];
+            visit_blocks(dim, [&](auto size, int64_t column, Mask mask) {
+                using S = decltype(size);
+                Span<S> grad = load_span<S>(source.grad + bag * source.grad_stride + column, mask);
+                scale_span(grad, factor_of(source, source.first + k, bag));
+                scale_span(grad, source.scale);
+                store_span(out + column, grad, mask);
+            });
+            out += dim;
         }
     }
 }

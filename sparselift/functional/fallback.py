@@ -103,8 +103,8 @@ def check_sample_weights(weight: Tensor, sample_weights: Tensor | None) -> None:
 def _bounds(count: int, offsets: Tensor | int, include_last_offset: bool) -> Tensor:
     """(B + 1,) int64 bag boundaries."""
     if isinstance(offsets, int):
-        return torch.arange(0, count + 1, offsets)
-    return offsets.long() if include_last_offset else torch.cat([offsets.long(), torch.tensor([count])])
+        return torch.arange(0, count + 1, offsets, device="cpu")
+    return offsets.long() if include_last_offset else torch.cat([offsets.long(), offsets.new_tensor([count], dtype=torch.int64)])
 
 
 def _winners_grad(table: Tensor, ids: Tensor, bounds: Tensor, grad: Tensor, options: LookupOptions) -> Tensor:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparselift.ops import BagLookup
+from sparselift.ops import BagLookup, split_sample_weights
 
 from . import fallback, lookups
 from .fallback import LookupOptions
-from .routes import Routes, check, compile_check, compile_lookup, split_sample_weights, unfused_option
+from .routes import Routes, check, compile_check, compile_lookup, unfused_option
 
 _OPTIONS = "str pooling, bool sparse, int? padding_idx, bool include_last_offset, bool scale_grad_by_freq, str[] names"
 
@@ -130,7 +130,8 @@ def _grads_in_torch(grad: Tensor, weights: Sequence[Tensor], shapes: Sequence[tu
                     options: LookupOptions) -> tuple[list[Tensor], Tensor | None]:
     grads, by_factors = [], []
     blocks = grad.split([dim for _, dim in shapes], 1)
-    for table, (block, ids, starts, each) in enumerate(zip(blocks, parts, bags, split_sample_weights(factors, parts))):
+    by_table = split_sample_weights(factors, parts) or [None] * len(parts)
+    for table, (block, ids, starts, each) in enumerate(zip(blocks, parts, bags, by_table)):
         found, by_factor = fallback.gradients(shapes[table], weights[table] if weights else None, ids, starts, each, block, options)
         if wanted[table]:
             grads.append(found)

@@ -16,6 +16,9 @@ from .routes import Routes, check, unreadable
 EXACT_DTYPES = (torch.float32, torch.float64)
 NAMES = ("weight",)
 
+# Why torch looks rows up that the kernels could.
+SPARSE, SMALL = "a sparse gradient without pooling", "a small lookup"
+
 # Elements of the result from which a dense gradient is summed faster by the kernels than by torch, autograd in Python included.
 FUSED_ELEMENTS = 2**14
 
@@ -120,7 +123,7 @@ def look_up_rows(routes: Routes | None, input: Tensor, weight: Tensor, options: 
     # Torch reads rows of ids that have no values, those on the meta device, from memory that it has not written.
     plain = plain and weight.dim() == 2 and input.is_meta is weight.is_meta
     if plain and (options.sparse or input.numel() * weight.shape[1] < FUSED_ELEMENTS):
-        routes.report("a sparse gradient without pooling" if options.sparse else "a small lookup")
+        routes.report(SPARSE if options.sparse else SMALL)
         padding, rows = -1, weight.shape[0]
         if options.padding_idx is not None:
             padding = options.padding_idx + rows if options.padding_idx < 0 else options.padding_idx

@@ -17,7 +17,7 @@ from sparselift import ops
 from sparselift.errors import KernelError
 from sparselift.kernels.base import FeatureSpec, TableSpec
 from sparselift.kernels.checks import id_error
-from sparselift.ops import BagLookup, hidden_values, watched_operations
+from sparselift.ops import BagLookup, hidden_values, split_sample_weights, watched_operations
 from sparselift.rules import Rule, first
 
 from . import fallback
@@ -49,11 +49,11 @@ class Routes:
     step by step is not to leave one behind a step. Any number of threads may use one object.
     """
 
-    __slots__ = ("_by_key", "_lock", "last_path", "limit", "owner")
+    __slots__ = ("_by_key", "_lock", "limit", "owner", "reason")
 
     def __init__(self, owner: str, limit: int) -> None:
         self.owner, self.limit = owner, limit
-        self.last_path = "no call yet"
+        self.reason: str | None = None         # why torch ran the last lookup; empty: the kernels did
         self._by_key: dict[Hashable, Route] = {}
         self._lock = threading.Lock()
 
@@ -76,37 +76,36 @@ class Routes:
                 del self._by_key[next(iter(self._by_key))]
             return self._by_key.setdefault(key, route)
 
+    @property
+    def last_path(self) -> str:
+        """What the last lookup ran: "fused bag", or "torch: " and the reason."""
+        if self.reason is None:
+            return "no call yet"
+        return f"torch: {self.reason}" if self.reason else FUSED
+
     def report(self, reason: str) -> None:
         """Note that a lookup runs in torch for this reason; or, where it is empty, in the kernels."""
-        path = f"torch: {reason}" if reason else FUSED
-        if path != self.last_path:
-            self.last_path = path
+        if reason != self.reason:
+            self.reason = reason
             if reason:
-                logger.info("%s runs in %s", self.owner, path)
+                logger.info("%s runs in %s", self.owner, self.last_path)
 
     def run(self, route: Route, weights: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
             sample_weights: Tensor | None, shape: Sequence[int] | None = None) -> Tensor:
         """Look up a batch, one feature a table. `sample_weights` are all features' in one tensor; `shape` is that of the result."""
         lookup, options = route.lookup, route.options
-        parts = split_sample_weights(sample_weights, indices)
         reason = route.reason or watched_operations()
         self.report(reason)
-        if lookup is None or reason:
-            if lookup is not None:
-                check(lookup, indices, offsets, None if route.reason else parts)
-                _check_rows(lookup, weights, indices)
-            outputs = [fallback.lookup(*each, options) for each in zip(weights, indices, offsets, parts)]
-            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-            return out if shape is None else out.reshape(shape)
-        batch = lookup.prepare(indices, offsets, parts)
-        return lookup(weights, batch, shape or (batch.num_bags[0], lookup.width), options.sparse, sample_weights)
-
-
-def split_sample_weights(sample_weights: Tensor | None, indices: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Every feature's part of the per-sample weights of all."""
-    if sample_weights is None:
-        return (None,) * len(indices)
-    return (sample_weights,) if len(indices) == 1 else sample_weights.split([len(ids) for ids in indices])
+        if lookup is not None and not reason:
+            out = lookup(weights, indices, offsets, options.sparse, sample_weights)
+            return out if shape is None else out.view(shape)
+        parts = split_sample_weights(sample_weights, indices)
+        if lookup is not None:
+            check(lookup, indices, offsets, None if route.reason else parts)
+            _check_rows(lookup, weights, indices)
+        outputs = [fallback.lookup(*each, options) for each in zip(weights, indices, offsets, parts or [None] * len(indices))]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return out if shape is None else out.reshape(shape)
 
 
 def plan_route(weights: Sequence[Tensor], names: Sequence[str], options: LookupOptions, weighted: bool) -> Route:

@@ -93,6 +93,6 @@ cdef extern from "api/sparselift_cpu.h" nogil:
     sl_status sl_count_lookups(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count)
     sl_status sl_count_rows(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count)
     sl_status sl_expanded_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments,
-                               int64_t* ids, float* grads)
+                               int64_t* ids, float* grads, int32_t threads)
     sl_status sl_coalesced_grad(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments,
                                 int64_t* rows, float* grads)

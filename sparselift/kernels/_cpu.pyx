@@ -21,6 +21,7 @@ from sparselift.kernels.base import COALESCE_METHODS, PARTITIONS, POOLINGS, UPDA
 cdef sl_dl_exchange* exchange = exchange_of(Tensor)
 cdef PyTypeObject* tensor_type = <PyTypeObject*>Tensor
 cdef int64_t MAX_LOOKUPS = checks.MAX_LOOKUPS
+cdef object CPU = torch.device("cpu")     # results are there, whatever the default device is
 
 
 sl_openmp_runtime()      # found now, so that a later fork is noticed
@@ -148,12 +149,12 @@ cdef class Batch:
         return sl_batch_bytes(self.handle)
 
     def indices(self, Py_ssize_t feature):
-        ids = torch.empty(self.num_lookups[feature], dtype=torch.int64)
+        ids = torch.empty(self.num_lookups[feature], dtype=torch.int64, device=CPU)
         sl_batch_indices(self.handle, feature, <int64_t*><uintptr_t>ids.data_ptr())
         return ids
 
     def offsets(self, Py_ssize_t feature):
-        bounds = torch.empty(self.num_bags[feature] + 1, dtype=torch.int64)
+        bounds = torch.empty(self.num_bags[feature] + 1, dtype=torch.int64, device=CPU)
         sl_batch_offsets(self.handle, feature, <int64_t*><uintptr_t>bounds.data_ptr())
         return bounds
 
@@ -253,6 +254,10 @@ cdef class Program:
     # ------------------------------------------------------------------------------------------------ prepare
 
     def prepare(self, indices, offsets, weights=None):
+        with self.busy:
+            return self._prepare(indices, offsets, weights)
+
+    cdef Batch _prepare(self, object indices, object offsets, object weights):
         cdef Py_ssize_t f
         cdef int32_t threads = get_num_threads()
         cdef sl_status status
@@ -264,21 +269,20 @@ cdef class Program:
         if weights is not None:
             fast_weights = sequence(weights, "weights", "feature", self.num_features)
         kept = []           # copies of inputs that could not be read where they are
-        with self.busy:
-            for f in range(self.num_features):
-                self._read_ids(f, item(fast_indices, f))
-                self._read_weights(f, None if fast_weights is None else item(fast_weights, f), kept)
-                self._read_offsets(f, item(fast_offsets, f))
-            with nogil:
-                status = sl_prepare(self.handle, self.inputs, threads, &batch.handle, &fault)
-            if status == SL_BAD_ID or status == SL_BAD_OFFSET:
-                spec = self.features[fault.feature]
-                if status == SL_BAD_ID:
-                    raise checks.id_error(spec, self.tables[spec.table], fault.position, fault.value)
-                raise checks.offset_error(spec, fault.position, fault.value, fault.previous, self.inputs[fault.feature].num_ids)
-            check(status)
-            batch.program = self
-            return batch
+        for f in range(self.num_features):
+            self._read_ids(f, item(fast_indices, f))
+            self._read_weights(f, None if fast_weights is None else item(fast_weights, f), kept)
+            self._read_offsets(f, item(fast_offsets, f))
+        with nogil:
+            status = sl_prepare(self.handle, self.inputs, threads, &batch.handle, &fault)
+        if status == SL_BAD_ID or status == SL_BAD_OFFSET:
+            spec = self.features[fault.feature]
+            if status == SL_BAD_ID:
+                raise checks.id_error(spec, self.tables[spec.table], fault.position, fault.value)
+            raise checks.offset_error(spec, fault.position, fault.value, fault.previous, self.inputs[fault.feature].num_ids)
+        check(status)
+        batch.program = self
+        return batch
 
     cdef int _read_ids(self, Py_ssize_t f, object indices) except -1:
         cdef View view
@@ -316,27 +320,51 @@ cdef class Program:
         cdef sl_index_input* given = self.inputs + f
         if weights is None and not self.feature_specs[f].weighted:
             return 0
-        checks.check_weights(self.features[f], weights, given.num_ids)
-        if weights.is_neg():
+        # Memory of a tensor with the negative bit set is not its values.
+        if (not self.feature_specs[f].weighted or not viewed(weights, &view) or not is_float(&view) or view.ndim != 1
+                or view.shape[0] != given.num_ids or weights.is_neg()):
+            checks.check_weights(self.features[f], weights, given.num_ids)
             weights = weights.resolve_neg()
             kept.append(weights)
-        if not viewed(weights, &view):
-            refuse(f"feature {self.features[f].name!r}: per-sample weights")
+            if not viewed(weights, &view):
+                refuse(f"feature {self.features[f].name!r}: per-sample weights")
         given.weights, given.weight_stride = <float*>view.data, view.strides[0]
         return 0
 
     # ------------------------------------------------------------------------------------------------ forward
 
     def forward(self, tables, Batch batch not None, out):
-        cdef int32_t threads = get_num_threads()
-        cdef sl_status status
         with self.busy:
             self._check_batch(batch)
             self._read_tables(tables)
-            self._read_outputs(batch, out)
-            with nogil:
-                status = sl_forward(self.handle, <const float* const*>self.weights, batch.handle, self.outputs, threads)
-            check(status)
+            self._forward(batch, out)
+
+    cdef int _forward(self, Batch batch, object out) except -1:
+        cdef int32_t threads = get_num_threads()
+        cdef sl_status status
+        self._read_outputs(batch, out)
+        with nogil:
+            status = sl_forward(self.handle, <const float* const*>self.weights, batch.handle, self.outputs, threads)
+        check(status)
+        return 0
+
+    def look_up(self, tables, indices, offsets, weights=None):
+        cdef Batch batch
+        with self.busy:
+            batch = self._prepare(indices, offsets, weights)
+            self._read_tables(tables)
+            out = tables[0].new_empty((sl_batch_num_bags(batch.handle, 0), self.width))
+            self._forward(batch, out)
+        return batch, out
+
+    def fits(self, tables) -> bool:
+        cdef View view
+        cdef Py_ssize_t t
+        fast = sequence(tables, "tables", "table", self.num_tables)
+        for t in range(self.num_tables):
+            if not viewed(item(fast, t), &view) or not is_dense(&view, self.table_specs[t].rows, self.table_specs[t].dim):
+                return False
+        return True
 
     cdef int _check_batch(self, Batch batch) except -1:
         if batch.program is not self:
@@ -413,7 +441,7 @@ cdef class Program:
                 grad = grad.detach().resolve_neg().contiguous()
                 if not self._read_part(batch, feature, grad, &part):
                     refuse(f"gradient of feature {spec.name!r}")
-            result = torch.empty(batch.num_lookups[feature], dtype=torch.float32)
+            result = torch.empty(batch.num_lookups[feature], dtype=torch.float32, device=CPU)
             out = <float*><uintptr_t>result.data_ptr()
             with nogil:
                 status = sl_weight_grad(self.handle, self.weights[self.feature_specs[feature].table], batch.handle, feature, part, out,
@@ -528,27 +556,44 @@ cdef class Program:
         return 0
 
     def expanded_grad(self, Py_ssize_t table, segments):
-        return self._gradient(table, segments, False)
-
-    def coalesced_grad(self, Py_ssize_t table, segments):
-        return self._gradient(table, segments, True)
-
-    cdef object _gradient(self, Py_ssize_t table, object segments, bint coalesced):
-        cdef int64_t count = 0
-        cdef sl_status status
-        cdef Py_ssize_t num_segments
-        cdef int64_t* rows
-        cdef float* grads
         kept = []
         with self.busy:
-            num_segments = self._read_segments(segments, kept)
-            with nogil:
-                status = (sl_count_rows if coalesced else sl_count_lookups)(self.handle, table, self.segments, num_segments, &count)
-            check(status)
-            ids, values = torch.empty(count, dtype=torch.int64), torch.empty(count, self.table_specs[table].dim, dtype=torch.float32)
-            rows, grads = <int64_t*><uintptr_t>ids.data_ptr(), <float*><uintptr_t>values.data_ptr()
-            with nogil:
-                status = (sl_coalesced_grad if coalesced else sl_expanded_grad)(self.handle, table, self.segments, num_segments,
-                                                                                rows, grads)
-            check(status)
-            return ids, values
+            return self._gradient(table, self._read_segments(segments, kept), False, False)
+
+    def coalesced_grad(self, Py_ssize_t table, segments):
+        kept = []
+        with self.busy:
+            return self._gradient(table, self._read_segments(segments, kept), True, False)
+
+    def lookup_grads(self, Py_ssize_t table, Batch batch not None, grad):
+        with self.busy:
+            self._check_batch(batch)
+            self._reserve_segments(1)
+            if not self._read_shared(batch, grad, self.grads):
+                checks.split_columns("the gradient", self, batch, grad)
+                refuse("the gradient")
+            self.segments[0].batch, self.segments[0].grads, self.segments[0].scales = batch.handle, self.grads, NULL
+            return self._gradient(table, 1, False, True)
+
+    cdef object _gradient(self, Py_ssize_t table, Py_ssize_t num_segments, bint coalesced, bint as_matrix):
+        cdef int64_t count = 0
+        cdef int32_t threads = get_num_threads()
+        cdef sl_status status
+        cdef int64_t* rows
+        cdef float* grads
+        with nogil:
+            status = (sl_count_rows if coalesced else sl_count_lookups)(self.handle, table, self.segments, num_segments, &count)
+        check(status)
+        if as_matrix:
+            ids = torch.empty((1, count), dtype=torch.int64, device=CPU)
+        else:
+            ids = torch.empty(count, dtype=torch.int64, device=CPU)
+        values = torch.empty(count, self.table_specs[table].dim, dtype=torch.float32, device=CPU)
+        rows, grads = <int64_t*><uintptr_t>ids.data_ptr(), <float*><uintptr_t>values.data_ptr()
+        with nogil:
+            if coalesced:
+                status = sl_coalesced_grad(self.handle, table, self.segments, num_segments, rows, grads)
+            else:
+                status = sl_expanded_grad(self.handle, table, self.segments, num_segments, rows, grads, threads)
+        check(status)
+        return ids, values

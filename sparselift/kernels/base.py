@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, float32
 
 POOLINGS = ("sum", "mean", "none")
 COALESCE_METHODS = ("chain", "none", "sort")
@@ -156,6 +156,20 @@ class BagProgram(ABC):
         `tables` are contiguous (R, D) weights in the order of `tables`.
         """
 
+    def look_up(self, tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+                weights: Sequence[Tensor | None] | None = None) -> tuple[IndexBatch, Tensor]:
+        """`prepare` and `forward` in one call, for programs whose features have the same B: the batch, and a new (B, width) buffer."""
+        batch = self.prepare(indices, offsets, weights)
+        width = sum(self.tables[feature.table].dim for feature in self.features)
+        out = tables[0].new_empty((batch.num_bags[0], width))
+        self.forward(tables, batch, out)
+        return batch, out
+
+    def fits(self, tables: Sequence[Tensor]) -> bool:
+        """Whether `forward` takes the tables."""
+        return all(table.dtype == float32 and tuple(table.shape) == (spec.rows, spec.dim) and table.is_contiguous()
+                   for spec, table in zip(self.tables, tables))
+
     @abstractmethod
     def weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, feature: int, grad: Tensor) -> Tensor:
         """(K,) gradient of a feature's per-sample weights: <grad[bag], table[id]>; 0 for padding."""
@@ -176,6 +190,11 @@ class BagProgram(ABC):
     @abstractmethod
     def expanded_grad(self, table: int, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         """(K,) int64 ids and (K, D) float32 gradients, a row a lookup, in segment, feature and id order; padding left out."""
+
+    def lookup_grads(self, table: int, batch: IndexBatch, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """`expanded_grad` of one (B, width) gradient, the ids as a (1, K) matrix: the indices and values of torch.sparse_coo_tensor."""
+        ids, rows = self.expanded_grad(table, (Segment(batch, grad),))
+        return ids[None], rows
 
 
 class KernelBackend(ABC):

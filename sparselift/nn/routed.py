@@ -13,7 +13,13 @@ MAX_ROUTES = 8
 
 
 class RoutedModule(nn.Module):
-    """A module whose lookups are compiled on first use. They stay out of copies, pickles and the state_dict."""
+    """A module whose lookups are compiled on first use. They stay out of copies, pickles and the state_dict.
+
+    `_quick` is what a call like the last one needs, for as long as no attribute is set: most calls are, and building the key of a
+    route costs as much as looking up a few ids.
+    """
+
+    _quick: Any = None
 
     @property
     def last_path(self) -> str:
@@ -28,7 +34,12 @@ class RoutedModule(nn.Module):
             found = self.__dict__["_planned_routes"] = Routes(type(self).__name__, MAX_ROUTES)
         return found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop("_quick", None)
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state.pop("_planned_routes", None)
+        state.pop("_quick", None)
         return state

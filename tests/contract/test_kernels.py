@@ -252,6 +252,45 @@ class TestKernels:
             again, _ = program.coalesced_grad(table, segments)
             assert torch.equal(again, unique)
 
+    def test_a_look_up_is_a_prepare_and_a_forward(self, backend, case):
+        program = case.compile(backend)
+        bags = case.prepare(program).num_bags
+        call = case.weights, case.indices, case.offsets, case.sample_weights
+        if len(set(bags)) > 1:
+            with pytest.raises(ValueError, match="with the B of every feature"):
+                program.look_up(*call)
+            return
+        batch, out = program.look_up(*call)
+        assert np.array_equal(out.numpy(), np.concatenate([pooled(case, f) for f in range(len(case.features))], 1))
+        grads = random_grads(case, batch, 5)
+        for table in range(len(case.tables)):
+            ids, values = program.lookup_grads(table, batch, torch.cat(grads, 1))
+            want_ids, want = lookup_grads(case, table, grads)
+            assert ids.dtype == torch.int64 and ids.tolist() == [want_ids]
+            assert np.array_equal(values.numpy(), want)
+
+    @pytest.mark.parametrize("options", [{}, {"padding": True, "pooling": ["mean", "sum"]}, {"pooling": ["none"]}, {"weighted": True}])
+    def test_expanded_gradients_are_the_same_at_any_thread_count(self, backend, options):
+        """Of enough lookups that several threads write them, by several features of one table."""
+        case = random_case(3, (17,), batch=1000, length=9, rows=50, shared=True, **options)
+        program, results = case.compile(backend), []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            batch = case.prepare(program)
+            results.append(program.expanded_grad(0, [Segment(batch, random_grads(case, batch, 5))]))
+        want_ids, want = lookup_grads(case, 0, random_grads(case, batch, 5))
+        for ids, grads in results:
+            assert ids.tolist() == want_ids
+            assert np.array_equal(grads.numpy(), want)
+
+    def test_tables_that_fit(self, backend):
+        case = random_case(1)
+        program = case.compile(backend)
+        first, second = case.weights
+        assert program.fits(case.weights) and program.fits([first.requires_grad_(), second])
+        for other in (second.double(), second[1:], second.t().contiguous().t(), torch.cat([second, second], 1)[:, ::2]):
+            assert not program.fits([first, other])
+
     @pytest.mark.parametrize("dim", [3, 64, 1000])
     @pytest.mark.parametrize("padding", [False, True])
     def test_gradient_of_sample_weights(self, backend, dim, padding):

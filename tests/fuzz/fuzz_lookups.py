@@ -60,7 +60,8 @@ class Call:
     ids: Tensor = field(default_factory=lambda: torch.empty(0))
     starts: Tensor | None = None
     sample_weights: Tensor | None = None
-    expected: tuple[type[Exception] | tuple[type[Exception], ...], str] | None = None
+    before: tuple[Tensor | None, ...] | None = None       # the arguments of a valid call of the same module that comes first
+    expected: tuple[type[Exception], str] | None = None
 
 
 def draw(rng: random.Random) -> Call:
@@ -159,6 +160,7 @@ def decreasing_offsets(call: Call, rng: random.Random) -> bool:
 def ids_after_the_last_offset(call: Call, rng: random.Random) -> bool:
     if call.starts is None:
         return False
+    call.before = None
     call.last, call.starts = True, offsets(call.bags, True, call.starts.dtype)
     call.ids = torch.cat([call.ids, call.ids.new_zeros(2)])
     if call.sample_weights is not None:
@@ -235,6 +237,7 @@ def offsets_on_another_device(call: Call, rng: random.Random) -> bool:
 def unknown_mode(call: Call, rng: random.Random) -> bool:
     if not call.pooled or call.sample_weights is not None:
         return False
+    call.before = None
     call.mode, call.expected = "median", (ValueError, "mode has to be one of sum, mean or max")
     return True
 
@@ -265,9 +268,13 @@ def run(call: Call, weight: Tensor) -> Tensor:
     if not call.pooled:
         rows = Embedding(call.rows, call.dim, **options)
         rows.weight = weight
+        if call.before is not None:
+            rows(call.before[0])
         return rows(call.ids)
     bags = EmbeddingBag(call.rows, call.dim, mode=call.mode, include_last_offset=call.last, **options)
     bags.weight = weight
+    if call.before is not None:
+        bags(*call.before)
     return bags(call.ids, call.starts, call.sample_weights)
 
 
@@ -367,6 +374,8 @@ def one(seed: int) -> str:
         check_tables(rng)
         return "tables"
     call = draw(rng)
+    if rng.random() < 0.5 and call.max_norm is None:
+        call.before = call.ids, call.starts, call.sample_weights
     plant = rng.choice(FAULTS) if rng.random() < 0.4 else None
     if plant is not None and plant(call, rng):
         check_faulty(call, rng)

@@ -17,7 +17,7 @@ from sparselift.plan import default_plan
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / ".." / "shared" / "bench"
-NAMES = ("cases", "interleave", "quiet", "first_light", "workloads", "implementations")
+NAMES = ("cases", "interleave", "quiet", "first_light", "module_overhead", "workloads", "implementations")
 
 needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="no ../shared/bench")
 
@@ -105,6 +105,24 @@ def test_the_check_sees_faults(benchmarks: ModuleType, case: object, fault: str)
     with pytest.raises(CheckFailed, match={"touched row": "table 0 is off", "other row": f"row {untouched} changed",
                                            "output": "output of step 2 is off"}[fault]):
         check(native, planned)
+
+
+def test_calls_of_modules_are_timed_beside_torchs(benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import module_overhead
+    monkeypatch.setattr(module_overhead, "CALLS", 2)
+    path = tmp_path / "rows.csv"
+    assert module_overhead.main(["--workloads", "tiny", "--reps", "2", "--out", str(path)]) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert len(rows) == len(list(module_overhead.tiny_cases())) and all(float(row["ratio"]) > 0 for row in rows)
+
+
+@needs_bench
+def test_our_modules_train_the_shared_workloads_as_torchs_do(benchmarks: ModuleType, case: object) -> None:
+    import module_overhead
+    from cases import check
+    ours = module_overhead.with_our_modules(case.side(planned=False))
+    check(case.side(planned=False), ours)
+    assert {bag.last_path for bag in ours.model.emb_l} == {"fused bag"}
 
 
 @needs_bench

@@ -237,6 +237,21 @@ def test_a_default_dtype_does_not_reach_the_lookups() -> None:
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
 
 
+@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"mode": "max"}, {"dtype": torch.bfloat16}])
+def test_a_default_device_does_not_reach_the_lookups(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what they allocate for their gradients."""
+    monkeypatch.setattr(ops, "BACKEND", "cpu")
+    module, factors = EmbeddingBag(ROWS, DIM, **{"mode": "sum", **options}), torch.ones(len(IDS), requires_grad=True)
+    weighted = (factors,) if not options else ()
+    with torch.device("meta"):
+        out = module(IDS, STARTS, *weighted)
+        grads = torch.autograd.grad(out, [module.weight, *weighted], torch.ones_like(out, device="cpu"), retain_graph=True)
+        if module.mode == "sum":
+            twice, = torch.autograd.grad(out, module.weight, torch.ones_like(out, device="cpu"), create_graph=True)
+            assert torch.equal(twice.to_dense(), grads[0].to_dense())
+    assert {each.device.type for each in (out, *grads)} == {"cpu"}
+
+
 # -------------------------------------------------------------------------------------------------------- torch's way
 
 FALLBACKS = [
@@ -354,14 +369,19 @@ def test_nested_inputs_run_in_torch() -> None:
     ((IDS.reshape(3, 3), STARTS), {}),
     ((IDS.reshape(3, 3, 1),), {}),
     ((IDS, STARTS, torch.ones(3)), {}),
+    ((IDS.reshape(3, 3), None, torch.ones(9)), {}),
+    ((IDS, STARTS, torch.ones(3, 3)), {}),
     ((IDS, STARTS, torch.ones(9)), {"mode": "mean"}),
     ((IDS, STARTS), {"mode": "median"}),
     ((IDS, STARTS), {"mode": "max", "sparse": True}),
     ((IDS, STARTS.tolist()), {}),
 ])
-def test_arguments_that_torch_refuses_are_refused_in_its_words(args: tuple, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("calls_before", [[], [(IDS, STARTS)], [(IDS.reshape(3, 3),)], [(IDS, STARTS, torch.ones(9))]])
+def test_arguments_that_torch_refuses_are_refused_in_its_words(args: tuple, options: dict[str, Any], calls_before: list) -> None:
     errors = []
     for module in pair(EmbeddingBag, ROWS, DIM, **{"mode": "sum", **options}):
+        for call in calls_before if not options else ():
+            module(*call)
         with pytest.raises((ValueError, NotImplementedError, AttributeError, TypeError)) as caught:
             module(*args)
         errors.append((caught.type, str(caught.value)))
@@ -549,13 +569,14 @@ def test_backward_may_be_repeated_where_the_graph_is_kept() -> None:
 
 def test_a_backward_frees_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the loss, and with it the graph, is still there."""
-    batches, prepare = [], ops.BagLookup.prepare
+    batches, run = [], ops.BagLookup.run
 
     def remember(self: ops.BagLookup, *args: Any) -> Any:
-        batches.append(prepare(self, *args))
-        return batches[-1]
+        batch, out = run(self, *args)
+        batches.append(batch)
+        return batch, out
 
-    monkeypatch.setattr(ops.BagLookup, "prepare", remember)
+    monkeypatch.setattr(ops.BagLookup, "run", remember)
     loss = EmbeddingBag(ROWS, DIM, mode="sum")(IDS, STARTS).sum()
     counts = [sys.getrefcount(batches[0])]
     for retain_graph in (True, False):
