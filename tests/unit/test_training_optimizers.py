@@ -318,6 +318,17 @@ def test_two_models_under_one_optimizer() -> None:
     assert_same(*trained, exact=False)
 
 
+def test_each_of_two_models_follows_its_own_plan() -> None:
+    models = [Bags(), Bags()]
+    optimizer = torch.optim.Adagrad([p for model in models for p in model.parameters()], lr=0.1)
+    for model, equivalence in zip(models, ("reassociated", "bitwise")):
+        work = Workload("two", model, optimizer, lambda m, b: m(*b).pow(2).mean(), [batch(seed) for seed in range(3)])
+        apply(default_plan(lift(work), Constraints(equivalence=equivalence)), model, optimizer)
+    models[1](*batch(0)).sum().backward()
+    optimizer.step()                              # the first model has no gradients
+    assert FUSED in explain(models[0]) and "the plan chose update='native': 1 times" in explain(models[1])
+
+
 # -------------------------------------------------------------------------------------------------------------- closures and scalers
 
 @pytest.mark.parametrize("make", [whole(SGD, lr=0.05), whole(SGD, lr=0.05, momentum=0.9), whole(ADAGRAD, lr=0.1)],
@@ -385,6 +396,20 @@ def test_scalers_that_leave_unscaling_to_the_optimizer(make: Make, unscale: bool
 
     sides(make, sparse=False, loop=loop)
     assert scales[0] == scales[1] == [256, 128, 128, 64, 64]
+
+
+def test_a_scale_that_only_the_optimizer_knows() -> None:
+    def loop(side: Side) -> None:
+        side.apply()
+        for found_inf in (0.0, 1.0):
+            side.backward(0)
+            side.optimizer.grad_scale, side.optimizer.found_inf = torch.tensor(4.0), torch.tensor(found_inf)
+            side.optimizer.step()
+            del side.optimizer.grad_scale, side.optimizer.found_inf
+            side.optimizer.zero_grad()
+
+    _, planned = sides(whole(SGD, lr=0.05, fused=True), False, loop)
+    assert "the scale and the finite check of a GradScaler: 2 times" in explain(planned.model)
 
 
 def test_a_step_that_raises_keeps_gradients() -> None:
