@@ -139,5 +139,11 @@ def _pool(weight: Tensor, ids: Tensor, offsets: Tensor, sample_weights: Tensor |
           padding_idx: int | None, sparse: bool) -> Tensor:
     if options.mode == "none":
         return functional.embedding(ids, weight, padding_idx, sparse=sparse)
+    if not weight.shape[1] and options.mode != "max":
+        # Torch fails to find its way through rows without columns.
+        rows = functional.embedding(ids, weight, padding_idx, sparse=sparse)
+        bags = offsets.shape[0] - options.include_last_offset
+        rows = rows if sample_weights is None else rows * sample_weights[:, None]
+        return rows.new_zeros(bags, 0).index_add(0, torch.zeros_like(ids), rows) if bags else rows[:0]
     return functional.embedding_bag(ids, weight, offsets, mode=options.mode, sparse=sparse, per_sample_weights=sample_weights,
                                     include_last_offset=options.include_last_offset, padding_idx=padding_idx)

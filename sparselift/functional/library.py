@@ -112,7 +112,7 @@ def lookup_backward(grad: Tensor, weights: Sequence[Tensor], rows: Sequence[int]
         compiled = _compiled(shapes, options, fused, factors is not None, tuple(names))
         if compiled is None or not fused:
             if compiled is not None:
-                check(compiled, parts, bags)
+                check(compiled, rows, parts, bags)
             grads, by_factors = _grads_in_torch(flat_grad, weights, shapes, wanted, by_sample_weights, parts, bags, factors, options)
         else:
             if flat_grad.stride(-1) != 1:
@@ -241,7 +241,7 @@ def renorm_(weight: Tensor, indices: Tensor, offsets: Tensor | None, per_sample_
     parts, bags, options = _arrange(indices, offsets, options, names)
     compiled = _compiled([(weight.shape[0], weight.shape[1])], options, False, False, tuple(names))
     if compiled is not None:
-        check(compiled, parts, bags)
+        check(compiled, weight.shape[:1], parts, bags)
     fallback.check_sample_weights(weight, per_sample_weights)
     fallback.renorm(weight, parts[0], options)
 

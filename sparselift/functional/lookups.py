@@ -234,4 +234,4 @@ def _torch_rows(input: Tensor, weight: Tensor, options: LookupOptions) -> Tensor
 def _name_wrong_id(routes: Routes, input: Tensor, weight: Tensor, options: LookupOptions, names: tuple[str, ...]) -> None:
     """Raises the error that the kernels would have raised, where the ids can be read."""
     if not unreadable(weight, input) and (lookup := routes.find((weight,), names, options, False).lookup) is not None:
-        check(lookup, (input.reshape(-1),), (1,))
+        check(lookup, weight.shape[:1], (input.reshape(-1),), (1,))

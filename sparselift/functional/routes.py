@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sparselift import ops
 from sparselift.errors import KernelError
 from sparselift.kernels.base import FeatureSpec, TableSpec
-from sparselift.kernels.checks import id_error
+from sparselift.kernels.checks import INDEX_DTYPES, id_error
 from sparselift.ops import BagLookup, hidden_values, split_sample_weights, watched_operations
 from sparselift.rules import Rule, first
 
@@ -101,8 +101,7 @@ class Routes:
             return out if shape is None else out.view(shape)
         parts = split_sample_weights(sample_weights, indices)
         if lookup is not None:
-            check(lookup, indices, offsets, None if route.reason else parts)
-            _check_rows(lookup, weights, indices)
+            check(lookup, [weight.shape[0] for weight in weights], indices, offsets, None if route.reason else parts)
         outputs = [fallback.lookup(*each, options) for each in zip(weights, indices, offsets, parts or [None] * len(indices))]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         return out if shape is None else out.reshape(shape)
@@ -187,13 +186,6 @@ def compile_check(shapes: Sequence[tuple[int, ...]], names: Sequence[str], optio
     return None
 
 
-def _check_rows(lookup: BagLookup, weights: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
-    """Raises IndexError for an id of a table without rows, of which the lookup knows one."""
-    for spec, table, weight, ids in zip(lookup.program.features, lookup.program.tables, weights, indices):
-        if not weight.shape[0] and len(ids):
-            raise id_error(spec, replace(table, rows=0), 0, int(ids[0]))
-
-
 def unreadable(*tensors: Tensor | None) -> str:
     """Why the values of the tensors cannot be read now; empty if they can."""
     for tensor in tensors:
@@ -202,8 +194,14 @@ def unreadable(*tensors: Tensor | None) -> str:
     return hidden_values()
 
 
-def check(lookup: BagLookup, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+def check(lookup: BagLookup, rows: Sequence[int], indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
           sample_weights: Sequence[Tensor | None] | None = None) -> None:
-    """Raise what the lookups would raise for this batch, unseen by whoever watches torch's operations to replay or to trace them."""
+    """Raise what the lookups would raise for this batch, unseen by whoever watches torch's operations to replay or to trace them.
+
+    `rows` of every table are the lookup's, unless there are none, of which it knows one.
+    """
     with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+        for spec, table, count, ids in zip(lookup.program.features, lookup.program.tables, rows, indices):
+            if not count and ids.numel() and ids.dtype in INDEX_DTYPES and not ids.is_meta:
+                raise id_error(spec, replace(table, rows=0), 0, int(ids[0]))
         lookup.prepare(indices, offsets, sample_weights)

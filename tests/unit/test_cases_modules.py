@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparselift.nn import EmbeddingBag
+from sparselift.nn import Embedding, EmbeddingBag
 from tests.unit.lookup_loops import dense_grad, filled, flat, offsets, pool, use_backend
 
 MODES = ["sum", "mean", "max"]
@@ -183,8 +183,44 @@ def test_a_table_without_rows(mode: str) -> None:
     out.sum().backward()
     assert out.tolist() == [[0.0] * 5] * 2
     assert module.weight.grad.shape == (0, 5)
-    with pytest.raises((IndexError, RuntimeError)):
+    with pytest.raises(IndexError, match="id 0 at position 0 is out of range for table 'weight' of 0 rows"):
         module(torch.tensor([0]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("mode, sparse", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("by_freq", [False, True])
+def test_a_table_without_columns(mode: str, sparse: bool, dtype: torch.dtype, by_freq: bool) -> None:
+    if by_freq and mode == "max":
+        return
+    module = EmbeddingBag(5, 0, mode=mode, sparse=sparse, dtype=dtype, scale_grad_by_freq=by_freq)
+    out = module(torch.tensor([0, 1, 4]), torch.tensor([0, 2]))
+    out.sum().backward()
+    assert (out.shape, out.dtype, module.weight.grad.shape) == ((2, 0), dtype, (5, 0))
+    with pytest.raises(IndexError, match=r"id 5 at position 2 .* 5 rows"):
+        module(torch.tensor([0, 1, 5]), torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBag, Embedding])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_ids_without_values_are_refused(kind: type, dtype: torch.dtype, sparse: bool) -> None:
+    """torch gives rows of memory that nobody wrote."""
+    with pytest.raises(TypeError, match="indices must be on the CPU; got meta"):
+        kind(5, 3, dtype=dtype, sparse=sparse)(torch.zeros(2, 2, dtype=torch.int64, device="meta"))
+
+
+@pytest.mark.parametrize("mode, sparse", KINDS)
+def test_a_table_is_as_it_was_after_a_call_that_is_refused(mode: str, sparse: bool) -> None:
+    """max_norm rescales no row before all ids, offsets and weights are known to be good."""
+    module = filled(EmbeddingBag(5, 3, mode=mode, sparse=sparse, max_norm=0.5), np.ones((5, 3)))
+    for ids, starts, weights in (([0, 1, 5], [0, 2], None), ([0, 1, 2], [0, 4], None), ([0, 1, 2], [1, 2], None), ([0, 1, 2], [], None),
+                                 ([0, 1, 2], [0, 2], torch.ones(3, dtype=torch.float64))):
+        if weights is not None and mode != "sum":
+            continue
+        with pytest.raises((IndexError, ValueError, TypeError)):
+            module(torch.tensor(ids), torch.tensor(starts, dtype=torch.int64), weights)
+        assert torch.equal(module.weight, torch.ones(5, 3))
 
 
 def test_sparse_gradients_of_two_backwards_add_up() -> None:
