@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import clipping as clipping  # registers what torch lacks for sparse gradients
 from . import library as library  # registers the operators that compiled and exported graphs hold
 from .lookups import embedding, embedding_bag, last_path, look_up_bags, look_up_rows, look_up_tables
 from .routes import Routes
