@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,14 @@ _HOMES = {
 __all__ = ["__version__", *_SUBMODULES, *_HOMES]
 
 
+def _refuse_unbuilt_tree(package: Path) -> None:
+    """A clone whose folder happens to be the current one hides the package that is installed, and has no kernels."""
+    built = any((package / "kernels" / f"_cpu{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+    if not built and (package.parent / "csrc").is_dir():
+        raise ImportError(f"this is SparseLift's source tree, {package}, without its compiled extensions; run from another folder to import the "
+                          "installed package, or build them here: pip install -e .")
+
+
 class _Facade(ModuleType):
     """Resolves public names on first use.
 
@@ -73,4 +83,5 @@ class _Facade(ModuleType):
         return sorted(__all__)
 
 
+_refuse_unbuilt_tree(Path(__file__).parent)
 sys.modules[__name__].__class__ = _Facade

@@ -156,6 +156,7 @@ def test_a_hollow_step_looks_nothing_up_and_leaves_the_modules_native(benchmarks
     assert not any(torch.equal(bag.weight, old) for bag, old in zip(side.model.emb_l, before))
 
 
+@pytest.mark.slow
 @needs_bench
 def test_the_driver_writes_rows(benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                 capsys: pytest.CaptureFixture[str]) -> None:

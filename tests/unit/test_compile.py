@@ -84,6 +84,7 @@ def test_forward_operators_are_registered_well(name: str, sparse: bool) -> None:
     torch.library.opcheck(LOOKUP, arguments(name, sparse))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, sparse", KINDS)
 def test_backward_operators_are_registered_well(name: str, sparse: bool) -> None:
     weights, indices, offsets, factors, *options = arguments(name, sparse)
@@ -214,6 +215,7 @@ def assert_trains_alike(model: nn.Module, compiled: nn.Module, batches: list[tup
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, options, batch", MODELS)
 def test_one_graph_serves_every_batch_size(kind: type, options: dict[str, Any], batch: Any) -> None:
     model = kind(**options)
@@ -286,6 +288,7 @@ def test_compiled_lookups_raise_what_eager_ones_do(module: nn.Module, batch: tup
 
 # ---------------------------------------------------------------------------------------------------------- torch.export
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, options, batch", [model for model in MODELS if not model[1].get("sparse")])
 def test_exported_programs_keep_their_values_at_any_batch_size(kind: type, options: dict[str, Any], batch: Any) -> None:
     if "max_norm" in options:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import types
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,16 @@ def test_import_loads_no_optional_dependency() -> None:
 def test_names_of_the_runtime_load_no_optional_dependency() -> None:
     code = "import sys, sparselift as sl; sl.Plan, sl.apply, sl.unapply, sl.explain, sl.verify, sl.lift, sl.Workload, sl.nn, sl.optim\n"
     assert run(code + f"print([name for name in {OPTIONAL} if name in sys.modules])") == "[]"
+
+
+def test_a_source_tree_that_is_not_built_says_so(tmp_path: Path) -> None:
+    (tmp_path / "sparselift").mkdir()
+    shutil.copy(Path(sl.__file__), tmp_path / "sparselift")
+    command = [sys.executable, "-c", "import sparselift"]
+    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0          # part of an installation without kernels
+    (tmp_path / "csrc").mkdir()
+    ran = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert ran.returncode and "source tree" in ran.stderr and "pip install -e ." in ran.stderr
 
 
 @pytest.mark.parametrize("name", sl.__all__)
