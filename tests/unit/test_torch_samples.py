@@ -8,6 +8,7 @@ import sys
 import types
 import unittest
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -26,14 +27,15 @@ NAMES = ("embedding", "embedding_bag")
 @pytest.fixture(scope="module")
 def internals() -> Any:
     """torch's databases of operators and modules. They need expecttest, a small package, for other tests than these."""
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
+    missing = find_spec("expecttest") is None
+    if missing:
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase, stand_in.ACCEPT = unittest.TestCase, False  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
+    if missing:
+        del sys.modules["expecttest"]
     return types.SimpleNamespace(
         operators={info.name.rpartition(".")[2]: info for info in op_db if info.name in [f"nn.functional.{name}" for name in NAMES]},
         embedding=next(info for info in module_db if info.module_cls is torch.nn.Embedding))
