@@ -55,8 +55,8 @@ def _refuse_unbuilt_tree(package: Path) -> None:
     """A clone whose folder happens to be the current one hides the package that is installed, and has no kernels."""
     built = any((package / "kernels" / f"_cpu{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
     if not built and (package.parent / "csrc").is_dir():
-        raise ImportError(f"this is SparseLift's source tree, {package}, without its compiled extensions; run from another folder to import "
-                          "the installed package, or build them here: pip install -e .")
+        raise ImportError(f"this is SparseLift's source tree, {package}, without its compiled extensions; run from another folder to "
+                          "import the installed package, or build them here: pip install -e .")
 
 
 class _Facade(ModuleType):
