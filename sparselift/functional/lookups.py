@@ -219,7 +219,8 @@ def _is_bags(input: Tensor, weight: Tensor, offsets: Tensor | None, sample_weigh
 
 def _torch_bags(input: Tensor, weight: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, options: LookupOptions) -> Tensor:
     mode, sparse, padding_idx, last, max_norm, norm_type, by_freq = options
-    if offsets is None and input.dim() == 2 and not input.is_nested and not input.shape[1]:
+    if (offsets is None and input.dim() == 2 and not input.is_nested and not input.shape[1]
+            and (sample_weights is None or sample_weights.shape == input.shape)):
         # Torch fails to make offsets for bags without ids.
         offsets, last = input.new_zeros(input.shape[0], dtype=torch.int64), False
         input, sample_weights = input.reshape(-1), None if sample_weights is None else sample_weights.reshape(-1)

@@ -80,7 +80,7 @@ def draw(rng: random.Random) -> Call:
         call.padding_idx = rng.randrange(-rows, rows)
     if rng.random() < 0.1:
         call.max_norm, call.norm_type = rng.choice([0.5, 1.0, 3.0]), rng.choice([1.0, 2.0])
-    if call.mode == "sum" and rng.random() < 0.4:
+    if call.mode == "sum" and rng.random() < 0.6:
         call.factors = [[rng.choice([-2.0, -1.0, 0.5, 1.0, 3.0]) for _ in bag] for bag in bags]
     place(call, rng, rng.choice(INDEX_DTYPES), rng.choice(INDEX_DTYPES))
     return call
@@ -200,7 +200,8 @@ def offsets_of_two_dimensions(call: Call, rng: random.Random) -> bool:
 def other_weight_shape(call: Call, rng: random.Random) -> bool:
     if call.sample_weights is None:
         return False
-    call.sample_weights = torch.ones(call.ids.numel() + 1, dtype=call.dtype)
+    count = call.ids.numel()
+    call.sample_weights = torch.ones(rng.choice([(count + 1,), (1, count, 1), (count,) if call.matrix else (1, count)]), dtype=call.dtype)
     call.expected = ValueError, "must have the same shape as the input"
     return True
 
@@ -244,8 +245,8 @@ def unknown_mode(call: Call, rng: random.Random) -> bool:
 
 FAULTS: Sequence[Callable[[Call, random.Random], bool]] = (
     bad_id, bad_id, bad_id_dtype, bad_offset_dtype, bad_offset, bad_offset, decreasing_offsets, ids_after_the_last_offset,
-    no_offsets_for_ids, missing_offsets, offsets_beside_a_matrix, offsets_of_two_dimensions, other_weight_shape, other_weight_dtype,
-    weights_for_a_mean, another_device, offsets_on_another_device, unknown_mode)
+    no_offsets_for_ids, missing_offsets, offsets_beside_a_matrix, offsets_of_two_dimensions, *[other_weight_shape] * 4,
+    *[other_weight_dtype] * 4, weights_for_a_mean, another_device, offsets_on_another_device, unknown_mode)
 
 
 # ----------------------------------------------------------------------------------------------------------------- calls

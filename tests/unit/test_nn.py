@@ -371,6 +371,7 @@ def test_nested_inputs_run_in_torch() -> None:
     ((IDS, STARTS, torch.ones(3)), {}),
     ((IDS.reshape(3, 3), None, torch.ones(9)), {}),
     ((IDS, STARTS, torch.ones(3, 3)), {}),
+    ((IDS[:0].reshape(5, 0), None, torch.ones(1, 0, 1)), {}),
     ((IDS, STARTS, torch.ones(9)), {"mode": "mean"}),
     ((IDS, STARTS), {"mode": "median"}),
     ((IDS, STARTS), {"mode": "max", "sparse": True}),
