@@ -171,4 +171,6 @@ class FillConcat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, grad, *(grad[:, start:start + width] for _, start, width in ctx.layout.others)
+        # The lookups never read these columns: who writes there does not modify their gradient.
+        columns = grad if torch.is_grad_enabled() else grad.data
+        return None, None, grad, *(columns[:, start:start + width] for _, start, width in ctx.layout.others)

@@ -257,10 +257,17 @@ def _bag_length(feature: Feature, ids: Tensor) -> int:
 
 
 def _rows(grad: Tensor, width: int) -> Tensor:
-    """`grad` as (rows, width) with a last stride of 1, which kernels read."""
+    """`grad` as (rows, width) with a last stride of 1, which kernels read; a copy if it is a part of something that others write to.
+
+    The backward of a torch.cat gives parts of one tensor, and what AccumulateGrad makes of its part is a parameter's `.grad`. An inference
+    tensor could be written to unseen.
+    """
+    shared = grad._is_view() or grad.is_inference()
     if grad.dim() != 2:
         grad = grad.reshape(-1, width)
-    return grad if grad.stride(1) == 1 and grad.stride(0) >= width else grad.contiguous()
+    if not shared and grad.stride(1) == 1 and grad.stride(0) >= width:
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)    # contiguous() leaves the strides of a tensor without elements
 
 
 class FusedLookup(torch.autograd.Function):

@@ -96,7 +96,13 @@ def asked_for_facts(model: Any, dense: Tensor, pooled: list[Tensor], join: Join)
     return model.top(whole)
 
 
-@pytest.mark.parametrize("use", [other_orders, saved_before, saved_after, modified_before, hooked, asked_for_facts])
+def parts_of_its_gradient_written(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    own = torch.ones(len(dense), 8, requires_grad=True)
+    own.register_hook(lambda grad: grad.mul_(2))
+    return model.top(torch.cat([own, *pooled] if model.with_dense else pooled, dim=1))
+
+
+@pytest.mark.parametrize("use", [parts_of_its_gradient_written, other_orders, saved_before, saved_after, modified_before, hooked, asked_for_facts])
 def test_other_uses_of_a_lookup_are_native(use: Use, with_dense: bool) -> None:
     native = Used(use, with_dense)
     optimizer = torch.optim.SGD(native.parameters(), lr=0.05)

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+import sparselift as sl
 from sparselift.errors import LiftRefused
 from sparselift.grad import PendingGrad
+from sparselift.lift import lift
 from sparselift.optim import RowWiseAdagrad
+from sparselift.plan import default_plan
+from sparselift.workload import Workload
 from tests.unit.runtime_models import Bags, assert_same, attach, bags_structure, batch, schedule
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -505,3 +509,40 @@ def test_another_default_dtype_changes_nothing(backend: str, optimizer: str) -> 
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b)
     pair.check()
+
+
+class Prefixed(nn.Module):
+    """A parameter concatenated with an embedding's rows: their gradients are parts of one tensor."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.own, self.dim = nn.Embedding(30, 8, sparse=True), nn.Parameter(torch.randn(1, 8)), dim
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([self.own, self.rows(ids)], self.dim).pow(2).mean()
+
+
+@pytest.mark.parametrize("action", ["accumulate", "scale", "hook"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gradient_that_shares_memory_with_another_parameters(dim: int, action: str) -> None:
+    ids = torch.tensor([[3], [29], [3]]) if dim == 0 else torch.tensor([[4]])
+    models = []
+    for lifted in (False, True):
+        model = Prefixed(dim)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if lifted:
+            work = Workload("prefixed", model, optimizer, lambda model, ids: model(ids), [ids[:, 0]], uses=frozenset({"accumulate"}))
+            sl.apply(default_plan(lift(work)), model, optimizer)
+        if action == "hook":
+            model.own.register_hook(lambda grad: grad.mul_(3))
+        for row in (0, len(ids) - 1):
+            model(ids[:, 0]).backward()
+            if action == "accumulate":
+                model(ids[row]).backward()
+            elif action == "scale":
+                model.own.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert_same(*models, exact=action != "accumulate")
