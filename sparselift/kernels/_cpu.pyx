@@ -106,16 +106,16 @@ cdef inline bint is_float(const View* view):
 
 
 cdef inline bint is_matrix(const View* view, int64_t rows, int64_t columns):
-    """(rows, columns) float32 with last stride 1."""
+    """(rows, columns) float32 with last stride 1; without rows, strides mean nothing."""
     return (is_float(view) and view.ndim == 2 and view.shape[0] == rows and view.shape[1] == columns
-            and (view.strides[1] == 1 or columns == 1))
+            and (view.strides[1] == 1 or columns == 1 or rows == 0))
 
 
 cdef inline bint is_dense(const View* view, int64_t rows, int64_t columns):
     """(rows, columns) float32, contiguous; (rows,) where columns is 0."""
     if columns == 0:
-        return is_float(view) and view.ndim == 1 and view.shape[0] == rows and (view.strides[0] == 1 or rows == 1)
-    return is_matrix(view, rows, columns) and (view.strides[0] == columns or rows == 1)
+        return is_float(view) and view.ndim == 1 and view.shape[0] == rows and (view.strides[0] == 1 or rows <= 1)
+    return is_matrix(view, rows, columns) and (view.strides[0] == columns or rows <= 1)
 
 
 def refuse(str what):

@@ -14,7 +14,7 @@ cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
 
 
-cdef long long version_of(tensor) except? -3:
+cpdef long long version_of(tensor) except? -3:
     """How often a tensor was written to; -1 for None."""
     if tensor is None:
         return -1

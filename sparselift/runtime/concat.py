@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from sparselift.runtime._hot import are_labelled, label
+from sparselift.runtime._hot import are_labelled, label, version_of
 
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")} | {
@@ -78,12 +78,13 @@ class ConcatBuffer:
     collection.
     """
 
-    __slots__ = ("layout", "raw", "result", "uses", "watched", "whole")
+    __slots__ = ("layout", "raw", "result", "uses", "version", "watched", "whole")
 
     def __init__(self, whole: Tensor, raw: Tensor, layout: ConcatLayout, uses: Uses) -> None:
         """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths)."""
         self.whole, self.raw, self.layout, self.uses = whole, raw, layout, uses
         self.result: Tensor | None = None
+        self.version = 0                    # of the result, when it was handed out
         self.watched: set[int] = set()      # slices whose gradients are
 
     def slices(self) -> list[Tensor]:
@@ -97,28 +98,32 @@ class ConcatBuffer:
         if self.uses.apart or self.result is not None or not are_labelled(parts, self.layout.is_lookup, PooledSlice, self):
             return None
         if not self.layout.others:
-            self.result = self.whole
+            self.result, self.version = self.whole, version_of(self.whole)
             return self.result
         others = [parts[place] for place, _, _ in self.layout.others]
         for part, (_, _, width) in zip(others, self.layout.others):
             if type(part) is not Tensor or part.dtype != torch.float32 or not part.is_cpu or part.shape != (len(self.raw), width):
                 return None
         self.result = FillConcat.apply(self.raw, self.layout, self.whole, *others)
+        self.version = version_of(self.result)
         return self.result
 
-    def lend(self, part: PooledSlice, copies: dict[int, Tensor]) -> Tensor:
-        """The slice for a use that is no concat: itself before the concat, a copy after it."""
+    def lend(self, part: PooledSlice, copies: dict[int, tuple[Tensor, int]]) -> Tensor:
+        """The slice for a use that is no concat: itself before the concat, one and the same copy after it."""
         if self.result is None:
             place = part._part[1]
             if place not in self.watched:
                 self.watched.add(place)
                 self.uses.watch(part, place)
             return part
-        if self.result._version:
-            raise RuntimeError("a lookup's output was used after the torch.cat that consumed it was modified in place; " + _SHARED)
-        if id(part) not in copies:
-            copies[id(part)] = part.clone()
-        return copies[id(part)]
+        own = part.__dict__.get("_own")
+        if own is None:
+            if version_of(self.result) != self.version:
+                raise RuntimeError("a lookup's output was used after the torch.cat that consumed it was modified in place; " + _SHARED)
+            with torch.inference_mode(False), torch.enable_grad():     # another use may want the gradient, and be checked for writes
+                own = part._own = part.clone()
+        copies[id(part)] = own, own._version
+        return own
 
 
 _SHARED = "this concat shares its memory: tune with deny=('concat',)"
@@ -128,6 +133,7 @@ class PooledSlice(Tensor):
     """One lookup's (B, D) columns of a concat buffer."""
 
     _part: tuple[ConcatBuffer, int]    # the buffer, and the place in its concat
+    _own: Tensor                       # what is used instead after the concat
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -142,12 +148,12 @@ class PooledSlice(Tensor):
 
 def _use(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on slices as if they were tensors of their own. Raises RuntimeError where they no longer can be."""
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, tuple[Tensor, int]] = {}
     args, kwargs = tree_map_only(PooledSlice, lambda part: part._part[0].lend(part, copies), (args, kwargs))
     if copies and func in _WATCHES:
         raise RuntimeError(f"{func.__name__} on a lookup's output came after the torch.cat that consumed it; {_SHARED}")
     result = func(*args, **kwargs)
-    if any(copy._version for copy in copies.values()):
+    if any(copy._version != before for copy, before in copies.values()):
         raise RuntimeError("a lookup's output was modified in place after the torch.cat that consumed it; " + _SHARED)
     return result
 

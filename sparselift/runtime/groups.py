@@ -6,6 +6,7 @@ Letters: B bags, D columns of a table, K ids.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ class LookupGroup:
         self._program: BagProgram | None = None
         self._fetch: Fetch | None = None
         self.ring = OutputRing()
-        self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
-        self.anchor_node = get_gradient_edge(self.anchor).node
+        with torch.inference_mode(False), torch.enable_grad():       # the first call may be an evaluation
+            self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
+            self.anchor_node = get_gradient_edge(self.anchor).node
         engine.watch(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,7 +171,8 @@ class LookupCall:
             bags = batch.num_bags[0] if batch.num_bags else 0
             if any(n != bags for n in batch.num_bags):
                 raise ValueError(f"the parts of {group.concat.name} must have as many bags each; got {batch.num_bags}")
-            self.buffer = group.ring.take((bags, sum(group.widths)))
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():    # whose tensors count no writes
+                self.buffer = group.ring.take((bags, sum(group.widths)))
             group.program.forward(self.weights, batch, self.buffer)
             return (self.buffer,)
         sizes = [bags * width for bags, width in zip(batch.num_bags, group.widths)]

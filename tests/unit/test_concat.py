@@ -96,13 +96,7 @@ def asked_for_facts(model: Any, dense: Tensor, pooled: list[Tensor], join: Join)
     return model.top(whole)
 
 
-def parts_of_its_gradient_written(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
-    own = torch.ones(len(dense), 8, requires_grad=True)
-    own.register_hook(lambda grad: grad.mul_(2))
-    return model.top(torch.cat([own, *pooled] if model.with_dense else pooled, dim=1))
-
-
-@pytest.mark.parametrize("use", [parts_of_its_gradient_written, other_orders, saved_before, saved_after, modified_before, hooked, asked_for_facts])
+@pytest.mark.parametrize("use", [other_orders, saved_before, saved_after, modified_before, hooked, asked_for_facts])
 def test_other_uses_of_a_lookup_are_native(use: Use, with_dense: bool) -> None:
     native = Used(use, with_dense)
     optimizer = torch.optim.SGD(native.parameters(), lr=0.05)
@@ -202,4 +196,54 @@ def test_a_lookup_that_the_loss_does_not_use_gives_its_table_no_gradient(
         for each in (optimizer, planned_optimizer):
             each.step()
             each.zero_grad()
+    assert_same(native, planned, exact=False)
+
+
+def test_gradients_beside_those_of_lookups_may_be_written_to() -> None:
+    held: list[Tensor] = []
+
+    def use(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+        own = torch.ones(len(dense), 8, requires_grad=True)
+        own.register_hook(held.append)
+        return model.top(torch.cat([own, *pooled], dim=1))
+
+    native = Used(use, True)
+    planned, optimizer = lifted(use, True)
+    for model, each in ((native, sgd(native.parameters())), (planned, optimizer)):
+        model(*batch(0)).pow(2).mean().backward()
+        held.pop().zero_()
+        each.step()
+    assert_same(native, planned)
+
+
+def aliased_after(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    whole = join()
+    with torch.no_grad():
+        pooled[0].detach().mul_(2)               # of what is used from here on
+    return model.top(whole) + pooled[0].sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("use", [saved_before, saved_after, modified_before, aliased_after, used_after_modification])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_is_native(use: Use, with_dense: bool, mode: Any) -> None:
+    native = Used(use, with_dense)
+    planned, _ = lifted(use, with_dense)
+    with mode():
+        if use is used_after_modification:
+            with pytest.raises(RuntimeError, match="modified in place"):
+                planned(*batch(0))
+        else:
+            assert torch.equal(native(*batch(0)), planned(*batch(0)))
+
+
+def test_a_use_after_the_concat_can_be_differentiated_whatever_came_before(with_dense: bool) -> None:
+    def use(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+        whole = join()
+        with torch.inference_mode():
+            pooled[0].sum()
+        return model.top(whole) + pooled[0].sum(1, keepdim=True)
+
+    native, (planned, optimizer) = Used(use, with_dense), lifted(use, with_dense)
+    train(native, sgd(native.parameters()))
+    train(planned, optimizer)
     assert_same(native, planned, exact=False)

@@ -546,3 +546,33 @@ def test_a_gradient_that_shares_memory_with_another_parameters(dim: int, action:
             optimizer.zero_grad()
         models.append(model)
     assert_same(*models, exact=action != "accumulate")
+
+
+@pytest.mark.parametrize("plan", [{}, {"concat": False}, {"concat": False, "prelude": False}])
+def test_training_after_a_first_call_in_inference_mode(backend: str, plan: dict[str, bool]) -> None:
+    pair = Pair(backend=backend, **plan)
+    with torch.inference_mode():
+        for twin in (pair.lifted, copy.deepcopy(pair.lifted), pickle.loads(pickle.dumps(pair.lifted))):
+            assert torch.equal(twin(*batch(0)), pair.native(*batch(0)))
+    train(pair)
+    pair.check()
+
+
+@pytest.mark.parametrize("plan", [{}, {"concat": False}])
+def test_a_batch_without_bags(backend: str, plan: dict[str, bool]) -> None:
+    pair = Pair(backend=backend, weighted=True, **plan)
+    empty = torch.zeros(0, dtype=torch.int64)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        weights = [torch.zeros(0, requires_grad=True) for _ in range(3)]
+        for read in (False, True):
+            model(torch.zeros(0, 3), [empty] * 3, [empty] * 3, weights).sum().backward()
+            for module, i in zip(model.emb, range(3)):                                  # gradients that are expanded
+                module(empty, empty, weights[i]).sum().backward()
+            if read:
+                assert not any(module.weight.grad.to_dense().any() for module in model.emb)
+            opt.step()
+
+    pair.both(loop)
+    train(pair)
+    pair.check()
