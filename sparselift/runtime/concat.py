@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparselift.runtime._hot import are_labelled, label, version_of
 
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")} | {
     Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.__len__}
-_WATCHES = {Tensor.register_hook, Tensor.retain_grad}
+_WATCHES = {Tensor.register_hook, Tensor.retain_grad, Tensor.grad_fn.__get__}
+_INPUTS = {torch.autograd.grad: 1, torch.autograd.backward: 5, Tensor.backward: 4}      # where they take what gradients are asked for
 
 
 class ConcatLayout:
@@ -108,13 +109,17 @@ class ConcatBuffer:
         self.version = version_of(self.result)
         return self.result
 
+    def watch(self, part: PooledSlice) -> None:
+        """Notice a use that is no concat, and the gradient that comes from it."""
+        place = part._part[1]
+        if place not in self.watched:
+            self.watched.add(place)
+            self.uses.watch(part, place)
+
     def lend(self, part: PooledSlice, copies: dict[int, tuple[Tensor, int]]) -> Tensor:
         """The slice for a use that is no concat: itself before the concat, one and the same copy after it."""
         if self.result is None:
-            place = part._part[1]
-            if place not in self.watched:
-                self.watched.add(place)
-                self.uses.watch(part, place)
+            self.watch(part)
             return part
         own = part.__dict__.get("_own")
         if own is None:
@@ -149,13 +154,29 @@ class PooledSlice(Tensor):
 def _use(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on slices as if they were tensors of their own. Raises RuntimeError where they no longer can be."""
     copies: dict[int, tuple[Tensor, int]] = {}
+    if func in _INPUTS:
+        use_as_inputs(args[_INPUTS[func]] if len(args) > _INPUTS[func] else kwargs.get("inputs"))
     args, kwargs = tree_map_only(PooledSlice, lambda part: part._part[0].lend(part, copies), (args, kwargs))
-    if copies and func in _WATCHES:
-        raise RuntimeError(f"{func.__name__} on a lookup's output came after the torch.cat that consumed it; {_SHARED}")
+    if copies and (func in _WATCHES or getattr(func, "__name__", "") == "__set__"):
+        raise _late(func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__)
     result = func(*args, **kwargs)
     if any(copy._version != before for copy, before in copies.values()):
         raise RuntimeError("a lookup's output was modified in place after the torch.cat that consumed it; " + _SHARED)
     return result
+
+
+def use_as_inputs(inputs: Any) -> None:
+    """Notice slices whose gradients are asked for. Raises RuntimeError after their concat, which took the gradient's way past them."""
+    for part in tree_leaves(inputs):
+        if type(part) is PooledSlice:
+            buffer = part._part[0]
+            if buffer.result is not None:
+                raise _late("asking for the gradient")
+            buffer.watch(part)
+
+
+def _late(what: str) -> RuntimeError:
+    return RuntimeError(f"{what} on a lookup's output came after the torch.cat that consumed it; {_SHARED}")
 
 
 def _dim(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -96,7 +97,15 @@ def asked_for_facts(model: Any, dense: Tensor, pooled: list[Tensor], join: Join)
     return model.top(whole)
 
 
-@pytest.mark.parametrize("use", [other_orders, saved_before, saved_after, modified_before, hooked, asked_for_facts])
+def gradients_of_parts(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+    edge = torch.autograd.graph.get_gradient_edge(pooled[0])
+    out = model.top(join())
+    model.seen += torch.autograd.grad(out.sum(), [edge, pooled[1]], retain_graph=True)
+    torch.autograd.backward([out.sum()], inputs=pooled[2:], retain_graph=True)
+    return out
+
+
+@pytest.mark.parametrize("use", [gradients_of_parts, other_orders, saved_before, saved_after, modified_before, hooked, asked_for_facts])
 def test_other_uses_of_a_lookup_are_native(use: Use, with_dense: bool) -> None:
     native = Used(use, with_dense)
     optimizer = torch.optim.SGD(native.parameters(), lr=0.05)
@@ -136,7 +145,27 @@ def hooked_after(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) ->
     return model.top(whole)
 
 
+def asked_after(ask: Callable[[Tensor, list[Tensor]], Any]) -> Use:
+    def use(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+        out = model.top(join())
+        with warnings.catch_warnings(action="ignore"):                   # that a part is no leaf
+            ask(out.sum(), pooled)
+        return out
+    return use
+
+
+def set_data(out: Tensor, pooled: list[Tensor]) -> None:
+    pooled[0].data = torch.zeros(6, 8)
+
+
 @pytest.mark.parametrize(("use", "says"), [
+    (asked_after(lambda out, pooled: torch.autograd.grad(out, pooled[0], retain_graph=True)), "asking for the gradient on a lookup's output"),
+    (asked_after(lambda out, pooled: torch.autograd.grad(out, pooled, retain_graph=True, allow_unused=True)), "asking for the gradient"),
+    (asked_after(lambda out, pooled: out.backward(inputs=[pooled[1]], retain_graph=True)), "asking for the gradient"),
+    (asked_after(lambda out, pooled: torch.autograd.backward([out], inputs=pooled, retain_graph=True)), "asking for the gradient"),
+    (asked_after(lambda out, pooled: pooled[1].sum().backward(inputs=[pooled[1]], retain_graph=True)), "asking for the gradient"),
+    (asked_after(lambda out, pooled: torch.autograd.graph.get_gradient_edge(pooled[0])), "grad_fn on a lookup's output came after"),
+    (asked_after(set_data), "data on a lookup's output came after"),
     (used_after_modification, "used after the torch.cat that consumed it was modified in place"),
     (modified_after, "modified in place after the torch.cat that consumed it"),
     (output_after, "modified in place after the torch.cat that consumed it"),
