@@ -371,11 +371,15 @@ cdef class Program:
             raise ValueError("the batch was not prepared by this program")
         return 0
 
-    cdef int _read_tables(self, object tables) except -1:
+    cdef int _read_tables(self, object tables, bint with_rule=False) except -1:
+        """All of them, or those that the rules just read are for."""
         cdef View view
         cdef Py_ssize_t t
         fast = sequence(tables, "tables", "table", self.num_tables)
         for t in range(self.num_tables):
+            if with_rule and self.rules[t].kind == SL_RULE_ABSENT:
+                self.weights[t] = NULL
+                continue
             tensor = item(fast, t)
             if not viewed(tensor, &view) or not is_dense(&view, self.table_specs[t].rows, self.table_specs[t].dim):
                 spec = self.tables[t]
@@ -456,8 +460,8 @@ cdef class Program:
         cdef sl_status status
         cdef Py_ssize_t count
         with self.busy:
-            self._read_tables(tables)
             self._read_rules(states, rules)
+            self._read_tables(tables, True)
             kept = []
             count = self._read_segments(segments, kept)
             with nogil:

@@ -22,7 +22,7 @@ from sparselift.runtime._hot import are_labelled, label, version_of
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")} | {
     Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.__len__}
-_WATCHES = {Tensor.register_hook, Tensor.retain_grad, Tensor.grad_fn.__get__}
+_WATCHES = {Tensor.register_hook, Tensor.retain_grad, getattr(Tensor, "grad_fn").__get__}      # noqa: B009  # a descriptor to us alone
 _INPUTS = {torch.autograd.grad: 1, torch.autograd.backward: 5, Tensor.backward: 4}      # where they take what gradients are asked for
 
 

@@ -576,3 +576,53 @@ def test_a_batch_without_bags(backend: str, plan: dict[str, bool]) -> None:
     pair.both(loop)
     train(pair)
     pair.check()
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise"])
+@pytest.mark.parametrize("change", [lambda state, table: state.pop(table), lambda state, table: state[table].clear(),
+                                    lambda state, table: state[table].pop("sum"), lambda state, table: state[table].pop("step"),
+                                    lambda state, table: state[table].update(sum=state[table]["sum"].double())])
+def test_an_optimizer_state_that_the_kernels_cannot_use_is_torchs_matter(backend: str, optimizer: str, change: Callable[..., Any]) -> None:
+    pair = Pair(optimizer, backend)
+    raised = []
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        step(model, opt, 0)
+        change(opt.state, model.emb[1].weight)
+        backward(model, 1)
+        try:
+            opt.step()
+        except (KeyError, RuntimeError) as error:          # torch's, on either side
+            raised.append(type(error))
+
+    pair.both(loop)
+    assert len(raised) in (0, 2) and len(set(raised)) < 2
+    if not raised:                                          # else torch updated some parameters and not others
+        pair.check()
+    assert any("state" in how for _, how in pair.applied.runtime.updates)
+
+
+def other_strides(weight: nn.Parameter) -> None:
+    weight.data = weight.data.t().contiguous().t()
+
+
+def other_dtype(weight: nn.Parameter) -> None:
+    weight.data = weight.data.double()
+
+
+@pytest.mark.parametrize("change", [other_strides, other_dtype])
+def test_a_table_that_moves_between_backward_and_step_is_torchs_matter(backend: str, change: Callable[[nn.Parameter], None]) -> None:
+    pair = Pair(backend=backend)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        for seed in range(2):
+            backward(model, seed)
+            change(model.emb[1].weight)
+            opt.step()
+            opt.zero_grad()
+            model.emb[1].weight.data = model.emb[1].weight.data.float().contiguous()
+
+    pair.both(loop)
+    pair.check()
+    ((table, how),) = pair.applied.runtime.updates
+    assert table == "emb.1.weight" and "the table is no contiguous float32 tensor" in how
