@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparselift.runtime._hot import are_labelled, label, version_of
@@ -105,6 +106,8 @@ class ConcatBuffer:
         for part, (_, _, width) in zip(others, self.layout.others):
             if type(part) is not Tensor or part.dtype != torch.float32 or not part.is_cpu or part.shape != (len(self.raw), width):
                 return None
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:      # which ask for more than values
+            return None
         self.result = FillConcat.apply(self.raw, self.layout, self.whole, *others)
         self.version = version_of(self.result)
         return self.result

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tests.unit.runtime_models import Bags, assert_same, attach, bags_structure, batch, schedule
 
@@ -271,6 +272,51 @@ def test_a_use_after_the_concat_can_be_differentiated_whatever_came_before(with_
         with torch.inference_mode():
             pooled[0].sum()
         return model.top(whole) + pooled[0].sum(1, keepdim=True)
+
+    native, (planned, optimizer) = Used(use, with_dense), lifted(use, with_dense)
+    train(native, sgd(native.parameters()))
+    train(planned, optimizer)
+    assert_same(native, planned, exact=False)
+
+
+def vmapped(model: Any, f: Callable[[Tensor], Tensor], dense: Tensor) -> Tensor:
+    return torch.vmap(f)(torch.stack([dense, 2 * dense])).sum(0)
+
+
+def with_tangent(model: Any, f: Callable[[Tensor], Tensor], dense: Tensor) -> Tensor:
+    primal, tangent = torch.func.jvp(f, (dense,), (dense,))
+    return primal + tangent
+
+
+def with_gradient(model: Any, f: Callable[[Tensor], Tensor], dense: Tensor) -> Tensor:
+    return torch.func.grad(lambda dense: f(dense).tanh().sum())(dense).sum(1, keepdim=True)
+
+
+def dual(model: Any, f: Callable[[Tensor], Tensor], dense: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        primal, tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(dense, dense)))
+        return primal + tangent
+
+
+@pytest.mark.parametrize("transform", [vmapped, with_tangent, with_gradient, dual])
+def test_transforms_over_the_concat_are_native(transform: Callable[..., Tensor]) -> None:
+    def use(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+        return transform(model, lambda dense: model.top(torch.cat([model.bottom(dense), *pooled], 1)), dense)
+
+    native, (planned, optimizer) = Used(use, True), lifted(use, True)
+    train(native, sgd(native.parameters()))
+    train(planned, optimizer)
+    assert_same(native, planned, exact=False)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_compiled_functions_of_lookups_are_native(with_dense: bool, after: bool) -> None:
+    product = torch.compile(lambda a, b: (a * b).sum(1, keepdim=True), backend="eager")
+
+    def use(model: Any, dense: Tensor, pooled: list[Tensor], join: Join) -> Tensor:
+        if after:
+            return model.top(join()) + product(pooled[0], pooled[1])
+        return product(pooled[0], pooled[1]) + model.top(join())
 
     native, (planned, optimizer) = Used(use, with_dense), lifted(use, with_dense)
     train(native, sgd(native.parameters()))
