@@ -24,6 +24,7 @@ _CATS = {torch.cat, torch.concat, torch.concatenate}
 _FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")} | {
     Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.__len__}
 _WATCHES = {Tensor.register_hook, Tensor.retain_grad, getattr(Tensor, "grad_fn").__get__}      # noqa: B009  # a descriptor to us alone
+_VIEWS = {Tensor.view, Tensor.view_as}      # of a contiguous tensor, which every lookup's output natively is
 _INPUTS = {torch.autograd.grad: 1, torch.autograd.backward: 5, Tensor.backward: 4}      # where they take what gradients are asked for
 
 
@@ -121,15 +122,14 @@ class ConcatBuffer:
 
     def lend(self, part: PooledSlice, copies: dict[int, tuple[Tensor, int]]) -> Tensor:
         """The slice for a use that is no concat: itself before the concat, one and the same copy after it."""
+        own = part.__dict__.get("_own")
         if self.result is None:
             self.watch(part)
-            return part
-        own = part.__dict__.get("_own")
+            return part if own is None else own
         if own is None:
             if version_of(self.result) != self.version:
                 raise RuntimeError("a lookup's output was used after the torch.cat that consumed it was modified in place; " + _SHARED)
-            with torch.inference_mode(False), torch.enable_grad():     # another use may want the gradient, and be checked for writes
-                own = part._own = part.clone()
+            own = part.leave()
         copies[id(part)] = own, own._version
         return own
 
@@ -142,6 +142,23 @@ class PooledSlice(Tensor):
 
     _part: tuple[ConcatBuffer, int]    # the buffer, and the place in its concat
     _own: Tensor                       # what is used instead after the concat
+
+    def leave(self) -> Tensor:
+        """A contiguous copy that is used instead from now on."""
+        # Another use may want its gradient, and be checked for writes.
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
+            self._own = self.clone(memory_format=torch.contiguous_format)
+        return self._own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        values = self.detach().clone(memory_format=torch.contiguous_format)      # not the whole buffer
+        return values.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            return Tensor.__deepcopy__(self, memo)                               # which torch refuses
+        memo[id(self)] = values = self.detach().clone(memory_format=torch.contiguous_format)
+        return values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -157,6 +174,11 @@ class PooledSlice(Tensor):
 def _use(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on slices as if they were tensors of their own. Raises RuntimeError where they no longer can be."""
     copies: dict[int, tuple[Tensor, int]] = {}
+    if func in _VIEWS and type(args[0]) is PooledSlice:
+        buffer = args[0]._part[0]
+        if buffer.result is None and "_own" not in args[0].__dict__:
+            buffer.watch(args[0])
+            args[0].leave()
     if func in _INPUTS:
         use_as_inputs(args[_INPUTS[func]] if len(args) > _INPUTS[func] else kwargs.get("inputs"))
     args, kwargs = tree_map_only(PooledSlice, lambda part: part._part[0].lend(part, copies), (args, kwargs))
