@@ -72,6 +72,12 @@ class LookupGroup:
         self.__dict__.update(state)
         self._reset()
 
+    @property
+    def name(self) -> str:
+        """Some of the features, for people."""
+        names = [feature.name for feature in self.features]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
     def has_shape(self, shape: torch.Size) -> bool:
         """Whether one of the tables has this shape."""
         return tuple(shape) in self._shapes
@@ -292,7 +298,7 @@ class FusedLookup(torch.autograd.Function):
             raise RuntimeError("Trying to backward through a lifted lookup a second time, after its ids were freed; "
                                "pass retain_graph=True to the first backward()")
         if torch.is_grad_enabled():
-            raise LiftRefused(f"create_graph=True through the lifted lookups {_names(call)}: their backward is not differentiable; "
+            raise LiftRefused(f"create_graph=True through the lifted lookups {call.group.name}: their backward is not differentiable; "
                               "call sparselift.unapply first")
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = None
@@ -307,8 +313,3 @@ _record = super(torch.autograd.Function, FusedLookup).apply
 
 def _is_frozen(call: LookupCall, feature: int) -> bool:
     return call.group.table_of[feature] not in call.trainable and feature not in call.weighted
-
-
-def _names(call: LookupCall) -> str:
-    names = [feature.name for feature in call.group.features]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -626,3 +626,14 @@ def test_a_table_that_moves_between_backward_and_step_is_torchs_matter(backend: 
     pair.check()
     ((table, how),) = pair.applied.runtime.updates
     assert table == "emb.1.weight" and "the table is no contiguous float32 tensor" in how
+
+
+def test_reasons_that_differ_in_particulars_are_of_one_kind() -> None:
+    pair = Pair()
+    for bad in range(100, 105):
+        dense, offsets, indices = batch(0)
+        indices[1] = torch.cat([indices[1], torch.tensor([bad])])
+        with pytest.raises(IndexError, match=str(bad)):
+            pair.lifted(dense, offsets, indices)
+    (line,) = [line for line in pair.applied.explain().splitlines() if "the prelude could not use" in line]
+    assert line.startswith("stepped aside: emb.0, emb.1, emb.2: ") and "(IndexError): 5 times, first: " in line and "100" in line
