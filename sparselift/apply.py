@@ -157,7 +157,9 @@ class Applied:
         lines += [f"huge pages: {name}: {pages.huge_bytes / 2**20:.0f} of {pages.requested_bytes / 2**20:.0f} MiB"
                   for name, pages in sorted(self.pages.items())]
         if not runtime.asides and not runtime.updates:
-            lines.append("nothing fell back")
+            ran = any(prelude.group.calls for prelude in runtime.preludes) or not runtime.preludes
+            lines.append("nothing fell back" if ran else "nothing has run in the plan: no forward yet, or compiled ones, "
+                                                         "which hold torch's own lookups and are not counted")
         return "\n".join(lines)
 
 

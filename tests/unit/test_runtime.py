@@ -443,6 +443,7 @@ def test_compiled_model_runs_torchs_forward() -> None:
         pair.lifted_opt.zero_grad()
         step(pair.native, pair.native_opt, seed)
     pair.check()
+    assert "torch's own lookups" in pair.applied.explain() and "nothing fell back" not in pair.applied.explain()
 
 
 def test_threads_that_train_one_model_take_turns() -> None:
