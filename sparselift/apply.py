@@ -150,12 +150,16 @@ class Applied:
         outside = [f.name for g in self.schedule.groups if not g.prelude for f in map(self.structure.feature, g.features)]
         if outside:
             lines.append(f"outside the prelude, each a fused lookup where its module stands: {', '.join(outside)}")
-        lines += [f"stepped aside: {feature}: {why}: {count} times" for (feature, why), count in sorted(runtime.asides.items())]
+        for (feature, why), count in sorted(runtime.asides.items()):
+            example = runtime.examples.get((feature, why))
+            lines.append(f"stepped aside: {feature}: {why}: {count} times" + (f", first: {example}" if example else ""))
         lines += [f"update of {table}: {how}: {count} times" for (table, how), count in sorted(runtime.updates.items())]
         lines += [f"huge pages: {name}: {pages.huge_bytes / 2**20:.0f} of {pages.requested_bytes / 2**20:.0f} MiB"
                   for name, pages in sorted(self.pages.items())]
         if not runtime.asides and not runtime.updates:
-            lines.append("nothing fell back")
+            ran = any(prelude.group.calls for prelude in runtime.preludes) or not runtime.preludes
+            lines.append("nothing fell back" if ran else "nothing has run in the plan: no forward yet, or compiled ones, "
+                                                         "which hold torch's own lookups and are not counted")
         return "\n".join(lines)
 
 

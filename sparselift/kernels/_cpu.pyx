@@ -106,16 +106,16 @@ cdef inline bint is_float(const View* view):
 
 
 cdef inline bint is_matrix(const View* view, int64_t rows, int64_t columns):
-    """(rows, columns) float32 with last stride 1."""
+    """(rows, columns) float32 with last stride 1; without rows, strides mean nothing."""
     return (is_float(view) and view.ndim == 2 and view.shape[0] == rows and view.shape[1] == columns
-            and (view.strides[1] == 1 or columns == 1))
+            and (view.strides[1] == 1 or columns == 1 or rows == 0))
 
 
 cdef inline bint is_dense(const View* view, int64_t rows, int64_t columns):
     """(rows, columns) float32, contiguous; (rows,) where columns is 0."""
     if columns == 0:
-        return is_float(view) and view.ndim == 1 and view.shape[0] == rows and (view.strides[0] == 1 or rows == 1)
-    return is_matrix(view, rows, columns) and (view.strides[0] == columns or rows == 1)
+        return is_float(view) and view.ndim == 1 and view.shape[0] == rows and (view.strides[0] == 1 or rows <= 1)
+    return is_matrix(view, rows, columns) and (view.strides[0] == columns or rows <= 1)
 
 
 def refuse(str what):
@@ -371,11 +371,15 @@ cdef class Program:
             raise ValueError("the batch was not prepared by this program")
         return 0
 
-    cdef int _read_tables(self, object tables) except -1:
+    cdef int _read_tables(self, object tables, bint with_rule=False) except -1:
+        """All of them, or those that the rules just read are for."""
         cdef View view
         cdef Py_ssize_t t
         fast = sequence(tables, "tables", "table", self.num_tables)
         for t in range(self.num_tables):
+            if with_rule and self.rules[t].kind == SL_RULE_ABSENT:
+                self.weights[t] = NULL
+                continue
             tensor = item(fast, t)
             if not viewed(tensor, &view) or not is_dense(&view, self.table_specs[t].rows, self.table_specs[t].dim):
                 spec = self.tables[t]
@@ -456,8 +460,8 @@ cdef class Program:
         cdef sl_status status
         cdef Py_ssize_t count
         with self.busy:
-            self._read_tables(tables)
             self._read_rules(states, rules)
+            self._read_tables(tables, True)
             kept = []
             count = self._read_segments(segments, kept)
             with nogil:

@@ -175,9 +175,9 @@ class BagProgram(ABC):
         """(K,) gradient of a feature's per-sample weights: <grad[bag], table[id]>; 0 for padding."""
 
     @abstractmethod
-    def update(self, tables: Sequence[Tensor], states: Sequence[Tensor | None],
+    def update(self, tables: Sequence[Tensor | None], states: Sequence[Tensor | None],
                rules: Sequence[UpdateRule | None], segments: Sequence[Segment]) -> None:
-        """Apply the optimizer's formula to every touched row, in place. A table whose rule is None is left alone.
+        """Apply the optimizer's formula to every touched row, in place. A table whose rule is None is left alone, and may be None.
 
         Gradients of a row are summed over all segments in their order, inside a segment by feature and by id position
         (float32). With coalesce="none" (sgd only) every lookup is applied by itself: w = fma(-lr, g, w).

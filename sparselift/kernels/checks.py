@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,11 +100,12 @@ def check_dense(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{what} must be contiguous; got strides {tensor.stride()}")
 
 
-def check_tables(program: BagProgram, tables: Sequence[Tensor]) -> None:
-    """Raises unless `tables` are the program's weights."""
+def check_tables(program: BagProgram, tables: Sequence[Any], rules: Sequence[UpdateRule | None] | None = None) -> None:
+    """Raises unless `tables` are the program's weights; with `rules`, only those that have one."""
     check_count("tables", "table", len(tables), len(program.tables))
-    for spec, tensor in zip(program.tables, tables):
-        check_dense(f"weight of table {spec.name!r}", tensor, (spec.rows, spec.dim))
+    for position, (spec, tensor) in enumerate(zip(program.tables, tables)):
+        if rules is None or rules[position] is not None:
+            check_dense(f"weight of table {spec.name!r}", tensor, (spec.rows, spec.dim))
 
 
 def check_count(what: str, unit: str, got: int, wanted: int) -> None:

@@ -122,19 +122,20 @@ class ReferenceProgram(BagProgram):
             products = (grad[look.bags].double() * tables[spec.table][look.ids].double()).sum(1).float()
             return products if spec.padding_idx is None else products.masked_fill_(look.ids == spec.padding_idx, 0)
 
-    def update(self, tables: Sequence[Tensor], states: Sequence[Tensor | None],
+    def update(self, tables: Sequence[Tensor | None], states: Sequence[Tensor | None],
                rules: Sequence[UpdateRule | None], segments: Sequence[Segment]) -> None:
-        check_tables(self, tables)
         check_rules(self, states, rules)
+        check_tables(self, tables, rules)
         with torch.no_grad():
             for position, rule in enumerate(rules):
-                if rule is None:
+                table = tables[position]
+                if rule is None or table is None:
                     continue
                 ids, grads = self.expanded_grad(position, segments)
                 if self.tables[position].knobs.coalesce == "none":
-                    _apply_one_by_one(tables[position], rule, ids, grads)
+                    _apply_one_by_one(table, rule, ids, grads)
                 else:
-                    _apply(tables[position], states[position], rule, *_coalesce(ids, grads))
+                    _apply(table, states[position], rule, *_coalesce(ids, grads))
 
     def coalesced_grad(self, table: int, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         return _coalesce(*self.expanded_grad(table, segments))

@@ -119,7 +119,7 @@ def _refusal(path: str, module: nn.Module) -> Refusal | None:
              "native": "EmbeddingBag" if isinstance(module, nn.EmbeddingBag) else "Embedding"}
     if weight is not None:
         facts |= {"weight": type(weight).__name__, "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device,
-                  "strides": weight.stride()}
+                  "strides": weight.stride(), "shape": tuple(weight.shape)}
     return Refusal(path, rule.reason.format(**facts), rule.remedy.format(**facts))
 
 
@@ -145,6 +145,7 @@ WEIGHT_RULES = (
     Rule("another device", lambda w: w.device.type != "cpu", "its weight is on {device}", "tables on the CPU are lifted"),
     Rule("a weight with other strides", lambda w: not w.is_contiguous(), "its weight is not contiguous (strides {strides})",
          "weight.data = weight.data.contiguous()"),
+    Rule("a table without elements", lambda w: not w.numel(), "its weight has no elements (shape {shape})"),
     Rule("gradient hooks on the weight", lambda w: bool(w._backward_hooks or w._post_accumulate_grad_hooks),
          "its weight has gradient hooks, which expect a gradient in backward", "remove the hooks"),
 )

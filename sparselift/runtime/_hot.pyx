@@ -14,7 +14,7 @@ cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
 
 
-cdef long long version_of(tensor) except? -3:
+cpdef long long version_of(tensor) except? -3:
     """How often a tensor was written to; -1 for None."""
     if tensor is None:
         return -1
@@ -272,6 +272,11 @@ cdef class Arranged:
     cdef readonly bint sparse
 
 
+cpdef bint is_table(weight, shape) except -1:
+    """Whether a weight is what kernels update: a contiguous float32 matrix of this shape on the CPU."""
+    return weight.dtype is float32 and weight.shape == shape and weight.is_contiguous() and weight.is_cpu
+
+
 def arrange(params, states, sum_dims, fused):
     """The usual step of a param group: every pending gradient is what the same backwards of one program left, and is of a fused table.
 
@@ -296,7 +301,8 @@ def arrange(params, states, sum_dims, fused):
                 or state.table not in fused):
             return None
         position = place[state.table]
-        if group.weights[position] is not None:     # somebody gave two parameters one table's gradient
+        # Somebody gave two parameters one table's gradient, or moved a table (to another dtype, say) since its backward.
+        if group.weights[position] is not None or not is_table(weight, state.shape):
             return None
         if sum_dims:
             shape = state.shape if sum_dims == 2 else state.shape[:1]
@@ -304,7 +310,8 @@ def arrange(params, states, sum_dims, fused):
             if own is None:
                 return None
             total = own.get("sum")
-            if type(total) is not Tensor or total.dtype is not float32 or total.shape != shape or not total.is_contiguous():
+            if ("step" not in own or type(total) is not Tensor or total.dtype is not float32 or total.shape != shape
+                    or not total.is_contiguous()):
                 return None
             group.sums[position] = total
             group.counters.append(own["step"])

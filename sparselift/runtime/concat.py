@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sparselift.runtime._hot import are_labelled, label
+from sparselift.runtime._hot import are_labelled, label, version_of
 
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")} | {
     Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.__len__}
-_WATCHES = {Tensor.register_hook, Tensor.retain_grad}
+_WATCHES = {Tensor.register_hook, Tensor.retain_grad, getattr(Tensor, "grad_fn").__get__}      # noqa: B009  # a descriptor to us alone
+_VIEWS = {Tensor.view, Tensor.view_as}      # of a contiguous tensor, which every lookup's output natively is
+_INPUTS = {torch.autograd.grad: 1, torch.autograd.backward: 5, Tensor.backward: 4}      # where they take what gradients are asked for
 
 
 class ConcatLayout:
@@ -78,12 +81,13 @@ class ConcatBuffer:
     collection.
     """
 
-    __slots__ = ("layout", "raw", "result", "uses", "watched", "whole")
+    __slots__ = ("layout", "raw", "result", "uses", "version", "watched", "whole")
 
     def __init__(self, whole: Tensor, raw: Tensor, layout: ConcatLayout, uses: Uses) -> None:
         """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths)."""
         self.whole, self.raw, self.layout, self.uses = whole, raw, layout, uses
         self.result: Tensor | None = None
+        self.version = 0                    # of the result, when it was handed out
         self.watched: set[int] = set()      # slices whose gradients are
 
     def slices(self) -> list[Tensor]:
@@ -97,28 +101,37 @@ class ConcatBuffer:
         if self.uses.apart or self.result is not None or not are_labelled(parts, self.layout.is_lookup, PooledSlice, self):
             return None
         if not self.layout.others:
-            self.result = self.whole
+            self.result, self.version = self.whole, version_of(self.whole)
             return self.result
         others = [parts[place] for place, _, _ in self.layout.others]
         for part, (_, _, width) in zip(others, self.layout.others):
             if type(part) is not Tensor or part.dtype != torch.float32 or not part.is_cpu or part.shape != (len(self.raw), width):
                 return None
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:      # which ask for more than values
+            return None
         self.result = FillConcat.apply(self.raw, self.layout, self.whole, *others)
+        self.version = version_of(self.result)
         return self.result
 
-    def lend(self, part: PooledSlice, copies: dict[int, Tensor]) -> Tensor:
-        """The slice for a use that is no concat: itself before the concat, a copy after it."""
+    def watch(self, part: PooledSlice) -> None:
+        """Notice a use that is no concat, and the gradient that comes from it."""
+        place = part._part[1]
+        if place not in self.watched:
+            self.watched.add(place)
+            self.uses.watch(part, place)
+
+    def lend(self, part: PooledSlice, copies: dict[int, tuple[Tensor, int]]) -> Tensor:
+        """The slice for a use that is no concat: itself before the concat, one and the same copy after it."""
+        own = part.__dict__.get("_own")
         if self.result is None:
-            place = part._part[1]
-            if place not in self.watched:
-                self.watched.add(place)
-                self.uses.watch(part, place)
-            return part
-        if self.result._version:
-            raise RuntimeError("a lookup's output was used after the torch.cat that consumed it was modified in place; " + _SHARED)
-        if id(part) not in copies:
-            copies[id(part)] = part.clone()
-        return copies[id(part)]
+            self.watch(part)
+            return part if own is None else own
+        if own is None:
+            if version_of(self.result) != self.version:
+                raise RuntimeError("a lookup's output was used after the torch.cat that consumed it was modified in place; " + _SHARED)
+            own = part.leave()
+        copies[id(part)] = own, own._version
+        return own
 
 
 _SHARED = "this concat shares its memory: tune with deny=('concat',)"
@@ -128,6 +141,24 @@ class PooledSlice(Tensor):
     """One lookup's (B, D) columns of a concat buffer."""
 
     _part: tuple[ConcatBuffer, int]    # the buffer, and the place in its concat
+    _own: Tensor                       # what is used instead after the concat
+
+    def leave(self) -> Tensor:
+        """A contiguous copy that is used instead from now on."""
+        # Another use may want its gradient, and be checked for writes.
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
+            self._own = self.clone(memory_format=torch.contiguous_format)
+        return self._own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        values = self.detach().clone(memory_format=torch.contiguous_format)      # not the whole buffer
+        return values.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            return Tensor.__deepcopy__(self, memo)                               # which torch refuses
+        memo[id(self)] = values = self.detach().clone(memory_format=torch.contiguous_format)
+        return values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -142,14 +173,35 @@ class PooledSlice(Tensor):
 
 def _use(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on slices as if they were tensors of their own. Raises RuntimeError where they no longer can be."""
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, tuple[Tensor, int]] = {}
+    if func in _VIEWS and type(args[0]) is PooledSlice:
+        buffer = args[0]._part[0]
+        if buffer.result is None and "_own" not in args[0].__dict__:
+            buffer.watch(args[0])
+            args[0].leave()
+    if func in _INPUTS:
+        use_as_inputs(args[_INPUTS[func]] if len(args) > _INPUTS[func] else kwargs.get("inputs"))
     args, kwargs = tree_map_only(PooledSlice, lambda part: part._part[0].lend(part, copies), (args, kwargs))
-    if copies and func in _WATCHES:
-        raise RuntimeError(f"{func.__name__} on a lookup's output came after the torch.cat that consumed it; {_SHARED}")
+    if copies and (func in _WATCHES or getattr(func, "__name__", "") == "__set__"):
+        raise _late(func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__)
     result = func(*args, **kwargs)
-    if any(copy._version for copy in copies.values()):
+    if any(copy._version != before for copy, before in copies.values()):
         raise RuntimeError("a lookup's output was modified in place after the torch.cat that consumed it; " + _SHARED)
     return result
+
+
+def use_as_inputs(inputs: Any) -> None:
+    """Notice slices whose gradients are asked for. Raises RuntimeError after their concat, which took the gradient's way past them."""
+    for part in tree_leaves(inputs):
+        if type(part) is PooledSlice:
+            buffer = part._part[0]
+            if buffer.result is not None:
+                raise _late("asking for the gradient")
+            buffer.watch(part)
+
+
+def _late(what: str) -> RuntimeError:
+    return RuntimeError(f"{what} on a lookup's output came after the torch.cat that consumed it; {_SHARED}")
 
 
 def _dim(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -171,4 +223,6 @@ class FillConcat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, grad, *(grad[:, start:start + width] for _, start, width in ctx.layout.others)
+        # The lookups never read these columns: who writes there does not modify their gradient.
+        columns = grad if torch.is_grad_enabled() else grad.data
+        return None, None, grad, *(columns[:, start:start + width] for _, start, width in ctx.layout.others)

@@ -42,6 +42,7 @@ class Runtime:
         modules = {feature.module: model.get_submodule(feature.module) for feature in structure.features}
         self.owners = {table: modules[structure.features_of(table)[0].module] for table in self.tables}
         self.asides: Counter[tuple[str, str]] = Counter()     # (feature, why): lookups that did not come from the prelude
+        self.examples: dict[tuple[str, str], str] = {}        # of a reason that says something else every time, the first
         self.updates: Counter[tuple[str, str]] = Counter()    # (table, how): steps of its optimizer
         self._make_grads()
         self._slots: list[Slots] | None = None
@@ -86,11 +87,13 @@ class Runtime:
         if not is_compiling():
             clear_all(self.slots)
 
-    def aside(self, feature: str, why: str) -> None:
-        """Count a lookup that did not come from the prelude; the first of a kind is logged."""
+    def aside(self, feature: str, why: str, example: str = "") -> None:
+        """Count a lookup that did not come from the prelude; the first of a kind is logged, and kept if it has particulars."""
         self.asides[feature, why] += 1
         if self.asides[feature, why] == 1:
-            log.info("lookup %s: %s", feature, why)
+            if example:
+                self.examples[feature, why] = example
+            log.info("lookup %s: %s %s", feature, why, example)
 
 
 class Prelude:
@@ -130,7 +133,7 @@ class Prelude:
         except (LookupError, AttributeError, TypeError, ValueError) as reason:
             # The forward was called in another way than the recorded one, or its ids are wrong: the modules, which see
             # what they are really given, decide and raise.
-            self.runtime.aside(group.features[0].name, f"the prelude could not use the arguments of the forward: {reason}")
+            self.runtime.aside(group.name, f"the prelude could not use the arguments of the forward ({type(reason).__name__})", str(reason))
             return
         serve(slots, indices, offsets, sample_weights, [weights[t] for t in group.table_of], outputs)
 

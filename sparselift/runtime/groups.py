@@ -6,6 +6,7 @@ Letters: B bags, D columns of a table, K ids.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ class LookupGroup:
         self._program: BagProgram | None = None
         self._fetch: Fetch | None = None
         self.ring = OutputRing()
-        self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
-        self.anchor_node = get_gradient_edge(self.anchor).node
+        with torch.inference_mode(False), torch.enable_grad():       # the first call may be an evaluation
+            self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
+            self.anchor_node = get_gradient_edge(self.anchor).node
         engine.watch(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,6 +71,12 @@ class LookupGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+    @property
+    def name(self) -> str:
+        """Some of the features, for people."""
+        names = [feature.name for feature in self.features]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def has_shape(self, shape: torch.Size) -> bool:
         """Whether one of the tables has this shape."""
@@ -169,7 +177,8 @@ class LookupCall:
             bags = batch.num_bags[0] if batch.num_bags else 0
             if any(n != bags for n in batch.num_bags):
                 raise ValueError(f"the parts of {group.concat.name} must have as many bags each; got {batch.num_bags}")
-            self.buffer = group.ring.take((bags, sum(group.widths)))
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():    # whose tensors count no writes
+                self.buffer = group.ring.take((bags, sum(group.widths)))
             group.program.forward(self.weights, batch, self.buffer)
             return (self.buffer,)
         sizes = [bags * width for bags, width in zip(batch.num_bags, group.widths)]
@@ -257,10 +266,17 @@ def _bag_length(feature: Feature, ids: Tensor) -> int:
 
 
 def _rows(grad: Tensor, width: int) -> Tensor:
-    """`grad` as (rows, width) with a last stride of 1, which kernels read."""
+    """`grad` as (rows, width) with a last stride of 1, which kernels read; a copy if it is a part of something that others write to.
+
+    The backward of a torch.cat gives parts of one tensor, and what AccumulateGrad makes of its part is a parameter's `.grad`. An inference
+    tensor could be written to unseen.
+    """
+    shared = grad._is_view() or grad.is_inference()
     if grad.dim() != 2:
         grad = grad.reshape(-1, width)
-    return grad if grad.stride(1) == 1 and grad.stride(0) >= width else grad.contiguous()
+    if not shared and grad.stride(1) == 1 and grad.stride(0) >= width:
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)    # contiguous() leaves the strides of a tensor without elements
 
 
 class FusedLookup(torch.autograd.Function):
@@ -282,7 +298,7 @@ class FusedLookup(torch.autograd.Function):
             raise RuntimeError("Trying to backward through a lifted lookup a second time, after its ids were freed; "
                                "pass retain_graph=True to the first backward()")
         if torch.is_grad_enabled():
-            raise LiftRefused(f"create_graph=True through the lifted lookups {_names(call)}: their backward is not differentiable; "
+            raise LiftRefused(f"create_graph=True through the lifted lookups {call.group.name}: their backward is not differentiable; "
                               "call sparselift.unapply first")
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = None
@@ -297,8 +313,3 @@ _record = super(torch.autograd.Function, FusedLookup).apply
 
 def _is_frozen(call: LookupCall, feature: int) -> bool:
     return call.group.table_of[feature] not in call.trainable and feature not in call.weighted
-
-
-def _names(call: LookupCall) -> str:
-    names = [feature.name for feature in call.group.features]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from sparselift.grad import Arrival, GradState, PendingGrad
+from sparselift.grad import GradState, PendingGrad
 from sparselift.kernels.base import Segment, UpdateRule
 from sparselift.optim import FUSED_OPTIMIZERS, fused_rule, update_rule
-from sparselift.runtime._hot import arrange, consists_of_lookups, hide, pending, show
+from sparselift.runtime._hot import arrange, consists_of_lookups, hide, is_table, pending, show
 from sparselift.runtime.executor import Runtime
 from sparselift.workload import check_ranks
 
@@ -124,7 +124,7 @@ class FusedStep:
         rules = [None if weight is None else rule for weight in found.weights]
         for arrival in found.arrived:
             arrival.segment.check_unchanged()
-        _run(found.weights, found.sums, rules, found.arrived, [arrival.segment for arrival in found.arrived])
+        found.arrived[0].program.update(found.weights, found.sums, rules, [arrival.segment for arrival in found.arrived])
         _count(found.counters)
         torch.autograd.graph.increment_version([weight for weight, _ in found.pairs])
         return True
@@ -155,8 +155,8 @@ class FusedStep:
         for weight, grad, state in found:
             rule, reason = rules[state.sparse]
             own = optimizer.state.get(weight, _NO_STATE) if rule not in (None, "sgd") else _NO_STATE
-            if rule is not None and (state.table not in self.fused or own is not _NO_STATE or len(state.arrived) != 1):
-                reason = self._obstacle(state) or (_state_obstacle(rule, own, weight) if rule != "sgd" else "")
+            if rule is not None:
+                reason = self._obstacle(state, weight) or (_state_obstacle(rule, own, weight) if rule != "sgd" else "")
             if reason:
                 knobs = self.runtime.knobs.get(state.table)
                 self.lent.append(_Loan(weight, grad, knobs is not None and knobs.update == "coalesced"))
@@ -171,7 +171,7 @@ class FusedStep:
             if own:
                 counters.append(own["step"])
 
-    def _obstacle(self, state: GradState) -> str:
+    def _obstacle(self, state: GradState, weight: Tensor) -> str:
         """Why the kernels may not take a table's gradient; empty if they may."""
         if state.table not in self.runtime.tables:
             return "a table of another model"
@@ -181,6 +181,8 @@ class FusedStep:
             return "the gradient was read or written as a tensor"
         if len(state.arrived) > 1 and state.table in self.one_backward:
             return "gradients of several backwards, whose sum has torch's bits only in torch; uses={'accumulate'} would lift that"
+        if not is_table(weight, state.shape):
+            return "the table is no contiguous float32 tensor of the recorded shape any more"
         return "" if consists_of_lookups(state) else "lookups of the table ran in several groups"
 
 
@@ -191,7 +193,8 @@ class _Loan:
 
     def __init__(self, weight: Tensor, grad: PendingGrad, coalesced: bool) -> None:
         self.weight, self.grad = weight, grad
-        self.tensor = weight.grad = grad.state.coalesced_tensor() if coalesced else grad.state.tensor()
+        tensor = grad.state.coalesced_tensor() if coalesced else grad.state.tensor()
+        self.tensor = weight.grad = tensor.to(weight.dtype)          # which is another one where the table was given other data
         self.version = self.tensor._version
 
     def take_back(self) -> None:
@@ -199,7 +202,8 @@ class _Loan:
         if self.weight.grad is self.tensor:
             if self.tensor._version != self.version:
                 self.grad.state.replace(self.tensor)
-            self.weight.grad = self.grad
+            if self.tensor.dtype == self.grad.dtype:
+                self.weight.grad = self.grad
 
 
 def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
@@ -210,7 +214,8 @@ def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
 def _state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
     total = state.get("sum")
     shape = weight.shape if rule == "adagrad" else weight.shape[:1]
-    if not isinstance(total, Tensor) or total.dtype != torch.float32 or total.shape != shape or not total.is_contiguous():
+    if ("step" not in state or not isinstance(total, Tensor) or total.dtype != torch.float32 or total.shape != shape
+            or not total.is_contiguous()):
         return f"the optimizer's state has no contiguous float32 'sum' of shape {tuple(shape)}"
     return ""
 
@@ -237,17 +242,7 @@ def _run_updates(updates: Sequence[_Update]) -> None:
     for weight, grad, rule, sums in updates:
         position = place[grad.table]
         weights[position], states[position], rules[position] = weight, sums, rule
-    _run(weights, states, rules, arrived, [_segment(updates, i) for i in range(len(arrived))])
-
-
-def _run(weights: list[Any], states: list[Tensor | None], rules: list[UpdateRule | None], arrived: Sequence[Arrival],
-         segments: list[Segment]) -> None:
-    """Update the tables of one program: those that have a rule."""
-    if len(weights) > sum(rule is not None for rule in rules):
-        for name, position in arrived[0].place.items():
-            if rules[position] is None:
-                weights[position] = arrived[0].owners[name]._parameters["weight"]
-    arrived[0].program.update(weights, states, rules, segments)
+    arrived[0].program.update(weights, states, rules, [_segment(updates, i) for i in range(len(arrived))])
 
 
 def _count(steps: list[Tensor]) -> None:

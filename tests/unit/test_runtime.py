@@ -13,9 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+import sparselift as sl
 from sparselift.errors import LiftRefused
 from sparselift.grad import PendingGrad
+from sparselift.lift import lift
 from sparselift.optim import RowWiseAdagrad
+from sparselift.plan import default_plan
+from sparselift.workload import Workload
 from tests.unit.runtime_models import Bags, assert_same, attach, bags_structure, batch, schedule
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -439,6 +443,7 @@ def test_compiled_model_runs_torchs_forward() -> None:
         pair.lifted_opt.zero_grad()
         step(pair.native, pair.native_opt, seed)
     pair.check()
+    assert "torch's own lookups" in pair.applied.explain() and "nothing fell back" not in pair.applied.explain()
 
 
 def test_threads_that_train_one_model_take_turns() -> None:
@@ -505,3 +510,131 @@ def test_another_default_dtype_changes_nothing(backend: str, optimizer: str) -> 
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b)
     pair.check()
+
+
+class Prefixed(nn.Module):
+    """A parameter concatenated with an embedding's rows: their gradients are parts of one tensor."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.own, self.dim = nn.Embedding(30, 8, sparse=True), nn.Parameter(torch.randn(1, 8)), dim
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([self.own, self.rows(ids)], self.dim).pow(2).mean()
+
+
+@pytest.mark.parametrize("action", ["accumulate", "scale", "hook"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gradient_that_shares_memory_with_another_parameters(dim: int, action: str) -> None:
+    ids = torch.tensor([[3], [29], [3]]) if dim == 0 else torch.tensor([[4]])
+    models = []
+    for lifted in (False, True):
+        model = Prefixed(dim)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if lifted:
+            work = Workload("prefixed", model, optimizer, lambda model, ids: model(ids), [ids[:, 0]], uses=frozenset({"accumulate"}))
+            sl.apply(default_plan(lift(work)), model, optimizer)
+        if action == "hook":
+            model.own.register_hook(lambda grad: grad.mul_(3))
+        for row in (0, len(ids) - 1):
+            model(ids[:, 0]).backward()
+            if action == "accumulate":
+                model(ids[row]).backward()
+            elif action == "scale":
+                model.own.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert_same(*models, exact=action != "accumulate")
+
+
+@pytest.mark.parametrize("plan", [{}, {"concat": False}, {"concat": False, "prelude": False}])
+def test_training_after_a_first_call_in_inference_mode(backend: str, plan: dict[str, bool]) -> None:
+    pair = Pair(backend=backend, **plan)
+    with torch.inference_mode():
+        for twin in (pair.lifted, copy.deepcopy(pair.lifted), pickle.loads(pickle.dumps(pair.lifted))):
+            assert torch.equal(twin(*batch(0)), pair.native(*batch(0)))
+    train(pair)
+    pair.check()
+
+
+@pytest.mark.parametrize("plan", [{}, {"concat": False}])
+def test_a_batch_without_bags(backend: str, plan: dict[str, bool]) -> None:
+    pair = Pair(backend=backend, weighted=True, **plan)
+    empty = torch.zeros(0, dtype=torch.int64)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        weights = [torch.zeros(0, requires_grad=True) for _ in range(3)]
+        for read in (False, True):
+            model(torch.zeros(0, 3), [empty] * 3, [empty] * 3, weights).sum().backward()
+            for module, i in zip(model.emb, range(3)):                                  # gradients that are expanded
+                module(empty, empty, weights[i]).sum().backward()
+            if read:
+                assert not any(module.weight.grad.to_dense().any() for module in model.emb)
+            opt.step()
+
+    pair.both(loop)
+    train(pair)
+    pair.check()
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise"])
+@pytest.mark.parametrize("change", [lambda state, table: state.pop(table), lambda state, table: state[table].clear(),
+                                    lambda state, table: state[table].pop("sum"), lambda state, table: state[table].pop("step"),
+                                    lambda state, table: state[table].update(sum=state[table]["sum"].double())])
+def test_an_optimizer_state_that_the_kernels_cannot_use_is_torchs_matter(backend: str, optimizer: str, change: Callable[..., Any]) -> None:
+    pair = Pair(optimizer, backend)
+    raised = []
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        step(model, opt, 0)
+        change(opt.state, model.emb[1].weight)
+        backward(model, 1)
+        try:
+            opt.step()
+        except (KeyError, RuntimeError) as error:          # torch's, on either side
+            raised.append(type(error))
+
+    pair.both(loop)
+    assert len(raised) in (0, 2) and len(set(raised)) < 2
+    if not raised:                                          # else torch updated some parameters and not others
+        pair.check()
+    assert any("state" in how for _, how in pair.applied.runtime.updates)
+
+
+def other_strides(weight: nn.Parameter) -> None:
+    weight.data = weight.data.t().contiguous().t()
+
+
+def other_dtype(weight: nn.Parameter) -> None:
+    weight.data = weight.data.double()
+
+
+@pytest.mark.parametrize("change", [other_strides, other_dtype])
+def test_a_table_that_moves_between_backward_and_step_is_torchs_matter(backend: str, change: Callable[[nn.Parameter], None]) -> None:
+    pair = Pair(backend=backend)
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        for seed in range(2):
+            backward(model, seed)
+            change(model.emb[1].weight)
+            opt.step()
+            opt.zero_grad()
+            model.emb[1].weight.data = model.emb[1].weight.data.float().contiguous()
+
+    pair.both(loop)
+    pair.check()
+    ((table, how),) = pair.applied.runtime.updates
+    assert table == "emb.1.weight" and "the table is no contiguous float32 tensor" in how
+
+
+def test_reasons_that_differ_in_particulars_are_of_one_kind() -> None:
+    pair = Pair()
+    for bad in range(100, 105):
+        dense, offsets, indices = batch(0)
+        indices[1] = torch.cat([indices[1], torch.tensor([bad])])
+        with pytest.raises(IndexError, match=str(bad)):
+            pair.lifted(dense, offsets, indices)
+    (line,) = [line for line in pair.applied.explain().splitlines() if "the prelude could not use" in line]
+    assert line.startswith("stepped aside: emb.0, emb.1, emb.2: ") and "(IndexError): 5 times, first: " in line and "100" in line

@@ -56,6 +56,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "another dtype": lambda: bag(dtype=torch.float64),
     "another device": lambda: bag(device="meta"),
     "a weight with other strides": lambda: bag(replace_weight(nn.Parameter(torch.zeros(4, 5).t()))),
+    "a table without elements": lambda: nn.EmbeddingBag(0, 4, sparse=True, mode="sum"),
     "gradient hooks on the weight": lambda: bag(lambda m: m.weight.register_hook(lambda grad: grad)),
 }
 
