@@ -8,8 +8,10 @@ from typing import Any
 
 from sparselift.cli.console import Answer, Console, UsageError, check_writable, columns, labelled
 from sparselift.cli.inputs import workload
+from sparselift.errors import PlanError
 from sparselift.hardware import hardware
 from sparselift.plan import Evidence, Interval, Plan
+from sparselift.plan.evidence import STATUSES
 from sparselift.progress import progress
 from sparselift.rewrites import CATALOG
 from sparselift.space import Constraints
@@ -26,10 +28,26 @@ def run_tune(args: argparse.Namespace, console: Console) -> Answer:
     console.say(labelled([("machine", _machine()), ("workload", work.name), ("study", storage)]))
     result = tune(work, trials=args.trials, timeout=args.timeout, storage=storage, constraints=constraints, seed=args.seed,
                   progress=progress())
-    result.plan.save(out)
     status = "interrupted" if result.status == "interrupted" else "done"
     data = {"plan": result.plan.to_dict(), "out": str(out), "study": storage, "search": result.status}
-    return Answer("\n" + summary(result.plan, out, status), data, status)
+    if status == "interrupted" and _says_more(out, result.plan):
+        return Answer(f"\nInterrupted. {out} rests on better evidence than this call came to, and stays as it was.\n"
+                      "What was measured is kept in the study; the same command goes on from there.", {**data, "saved": False}, status)
+    result.plan.save(out)
+    return Answer("\n" + summary(result.plan, out, status), {**data, "saved": True}, status)
+
+
+def _says_more(out: Path, plan: Plan) -> bool:
+    """Whether the plan file that is there is better founded than the plan of an interrupted call, or as well and faster."""
+    try:
+        there = Plan.load(out)
+    except (OSError, PlanError):
+        return False
+
+    def standing(plan: Plan) -> tuple[int, float]:
+        return STATUSES.index(plan.evidence.status), plan.evidence.speedup.value if plan.evidence.speedup else 1.0
+
+    return standing(there) > standing(plan)
 
 
 def summary(plan: Plan, out: Path, status: str) -> str:

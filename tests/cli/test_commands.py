@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import sparselift
 from sparselift import Plan
 from sparselift.cli import main
+from sparselift.plan import Evidence, Interval
 from tests.cli.conftest import TINY, Ran
 
 Run = Callable[..., Ran]
@@ -68,6 +72,23 @@ def test_tune_again_measures_nothing_twice(run: Run) -> None:
     assert first.code == second.code == 0
     trials = [[trial["number"] for trial in ran.document["data"]["plan"]["evidence"]["trials"]] for ran in (first, second)]
     assert trials[0] == trials[1]
+
+
+@pytest.mark.parametrize(("there", "new", "kept"), [
+    (("measured", 1.2), ("interrupted", 1.5), True), (("interrupted", 1.2), ("unmeasured", None), True),
+    (("interrupted", 1.2), ("interrupted", 1.1), True), (("interrupted", 1.2), ("interrupted", 1.3), False),
+    (("unmeasured", None), ("interrupted", None), False)])
+def test_an_interrupted_search_never_makes_the_plan_file_worse(run: Run, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                               there: tuple[str, Any], new: tuple[str, Any], kept: bool) -> None:
+    def plan(status: str, speedup: float | None) -> Plan:
+        return replace(Plan.load(tuned), evidence=Evidence(status, speedup=speedup and Interval(speedup, 1.0, 2.0)))
+
+    plan(*there).save(tmp_path / "plan.json")
+    before = (tmp_path / "plan.json").read_bytes()
+    monkeypatch.setattr("sparselift.tuning.tune", lambda *_, **__: SimpleNamespace(plan=plan(*new), status="interrupted"))
+    ran = run("tune", WORK)
+    assert (ran.code, "stays as it was" in ran.out) == (1, kept)
+    assert ((tmp_path / "plan.json").read_bytes() == before) == kept
 
 
 def test_tune_takes_constraints(run: Run, tmp_path: Path) -> None:

@@ -406,6 +406,20 @@ def test_ctrl_c_in_a_trial_keeps_what_was_measured(work, tmp_path, at):
     assert sum(record.state in ("complete", "pruned") for record in again.records) == 12
 
 
+def test_ctrl_c_in_a_resumed_search_keeps_certificate_and_confirmed_speedup(work, tmp_path):
+    class Flattering(Timer):
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, bar=None, thorough=False):
+            found = super().__call__(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
+            return found if bar or thorough or candidate.path == "native" else comparison(9.0, 0.010)
+
+    path = tmp_path / "s"
+    first = run(work, Flattering(), storage=path, trials=2).plan
+    again = run(work, Timer(hooks={1: interrupt}), storage=path, trials=12)
+    assert (again.status, again.plan.config) == ("interrupted", first.config)
+    assert again.plan.certificate == first.certificate == {"checked": True}
+    assert again.plan.evidence.speedup.value == pytest.approx(first.evidence.speedup.value), "not the trial's own nine"
+
+
 def test_ctrl_c_in_the_last_measurements_keeps_the_best_by_its_trial(work):
     class Impatient(Timer):
         def __call__(self, incumbent, candidate, **options):
