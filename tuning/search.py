@@ -24,7 +24,7 @@ from sparselift.progress import Progress
 from sparselift.progress import progress as reporter
 from sparselift.schedule import build_schedule
 from sparselift.space import Config, Constraints, SearchSpace, equivalence_of
-from sparselift.tuning import study
+from sparselift.tuning import records, study
 from sparselift.tuning.judge import Judge, Measure, Verdict, Verify, interval_text
 from sparselift.tuning.records import label_of, records_of
 from sparselift.tuning.study import Abort, Infeasible, Measured, Storage, StudyResult, StudyTrial
@@ -132,7 +132,7 @@ class _Search:
         def go(total: int) -> StudyResult:
             return study.run(self._suggest, self._objective, storage, total, seed, name=self.name, fingerprint=_fingerprint(self.space),
                              seeds=[params for _, params in self.seeds], positive=True, stop=lambda: self._out_of_time(timeout),
-                             on_trial=self._report, about={"workload": self.name, "seeds": self.seeds})
+                             on_trial=self._report, about={"workload": self.name, "seeds": self.seeds}, check=self._check)
 
         before = go(0)
         self.judge.recall(before.trials)
@@ -162,6 +162,14 @@ class _Search:
         finally:
             self.finished += 1
             self.trials_s += time.perf_counter() - begin_s
+
+    def _check(self, result: StudyResult) -> None:
+        """What the judge reads of a study. Raises where it is damaged."""
+        records.check(result)
+        for trial in result.trials:
+            self.space.from_params(trial.params)
+            if trial.value is not None and (missing := {"speedup", "native_s", "planned_s", "pruned"} - set(trial.attrs)):
+                raise ValueError(f"trial {trial.number} lacks {sorted(missing)}")
 
     def _out_of_time(self, timeout: float | None) -> str | None:
         if timeout is None or not self.finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import signal
 import weakref
 
@@ -380,6 +381,22 @@ def test_a_resumed_search_goes_on_where_it_ended(work, tmp_path):
     assert all(thorough for _, _, thorough in timer.calls), "nothing but the last measurements is repeated"
     assert again.plan.config == whole.plan.config
     assert trial_records(path) == again.records
+
+
+@pytest.mark.parametrize(("good", "bad"), [
+    (r'"speedup":\[[^]]*\]', '"speedup":[1,"x",1]'), (r'"native_s":\[[^]]*\]', '"native_s":[]'), (r'"values":\[[^]]*\]', '"values":["x"]'),
+    (r'"confirmed":[0-9.]+', '"confirmed":{}'), (r'"pruned":false', '"pruned":3'), (r'"certificate":\{[^}]*\}', '"certificate":1'),
+    (r'"seeds":\[\[', '"seeds":["xy",[')])
+def test_damaged_facts_are_named_to_every_reader(work, tmp_path, good, bad):
+    path = tmp_path / "s"
+    run(work, storage=path, trials=3)
+    text, changes = re.subn(good, bad, path.read_text(), count=1)
+    assert changes
+    path.write_text(text)
+    for read in (lambda: trial_records(path), lambda: run(work, storage=path, trials=4)):
+        with pytest.raises(SparseLiftError, match="damaged") as error:
+            read()
+        assert str(path) in str(error.value)
 
 
 def test_other_constraints_are_another_study(work, tmp_path):
