@@ -118,7 +118,9 @@ def test_diff_of_a_plan_with_itself_and_with_an_edited_one(run: Run, tuned: Path
 
 
 def test_check_of_the_machine_alone_and_with_the_workload(run: Run, tuned: Path) -> None:
-    assert "the plan fits this machine" in run("check", tuned).out
+    alone = run("check", tuned).out
+    assert "the plan fits this machine" in alone
+    assert "_version" not in alone, "saved and current versions are equal"
     ran = run("check", tuned, WORK)
     assert ran.code == 0
     assert "the plan fits this machine and tiny" in ran.out
