@@ -29,7 +29,7 @@ from sparselift.tuning.judge import Judge, Measure, Verdict, Verify, interval_te
 from sparselift.tuning.records import label_of, records_of
 from sparselift.tuning.study import Abort, Infeasible, Measured, Storage, StudyResult, StudyTrial
 from sparselift.verify import Certifier
-from sparselift.workload import Workload
+from sparselift.workload import Workload, check_workload
 
 if TYPE_CHECKING:
     import optuna
@@ -91,8 +91,10 @@ def tune(work: Workload, trials: int = 64, timeout: float | None = None, storage
     LiftRefused      nothing can be lifted
     InfeasibleError  no config satisfies the constraints
     SparseLiftError  the native step itself fails, or the storage cannot be used
+    TypeError        `work` is no Workload
     ValueError       `trials` below 1, or a timeout not above 0
     """
+    check_workload("tune", work)
     if trials < 1 or (timeout is not None and not timeout > 0):
         raise ValueError(f"trials must be at least 1 and timeout above 0 or None; got {trials} and {timeout}")
     begin_s = time.perf_counter()

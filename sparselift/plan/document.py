@@ -18,7 +18,7 @@ from sparselift.plan.evidence import Evidence, Interval
 from sparselift.plan.show import show
 from sparselift.space import Config, Constraints, SearchSpace, config_problems, constraint_problems, equivalence_of
 from sparselift.stats import Sketch
-from sparselift.workload import USES, Workload
+from sparselift.workload import USES, Workload, check_kind
 
 SCHEMA = 1
 
@@ -141,6 +141,12 @@ class Plan:
             "hardware": self.hardware,
             "constraints": self.constraints.to_dict(),
         }
+
+
+def check_plan(call: str, value: object) -> None:
+    """Raises TypeError unless `value` is a Plan."""
+    made_by = f"sl.Plan.load({os.fspath(value)!r})" if isinstance(value, (str, os.PathLike)) else "sl.Plan.load(path)"
+    check_kind(call, "plan", value, Plan, made_by)
 
 
 def default_plan(graph: Graph, constraints: Constraints | None = None, hardware: Mapping[str, Any] | None = None) -> Plan:
