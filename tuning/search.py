@@ -182,13 +182,20 @@ class _Search:
     def _report(self, trial: StudyTrial, _: StudyResult) -> None:
         self.judge.recall([trial])
         champion = self.judge.champion
-        best = f"best {champion.speedup:.2f}x" + ("" if champion.trial is None else f", trial {champion.trial}")
+        best = "best: native" if champion.config.path == "native" else ""
+        if champion.config.path == "planned" and champion.trial is not None:
+            best = f"best: trial {champion.trial}, confirmed {champion.speedup:.2f}x"
         text = f"{trial.number:>3}  {label_of(trial.params, self.seeds):<18}"
         if trial.value is None:
             self.progress.advance(f"{text}  {trial.state}: {trial.reason}", best, counts=False)
         else:
-            hopeless = "  hopeless" if trial.attrs["pruned"] else ""
-            self.progress.advance(f"{text}  {interval_text(Interval(*trial.attrs['speedup']))}{hopeless}", best)
+            self.progress.advance(f"{text}  {self._measured(trial)}", best)
+
+    def _measured(self, trial: StudyTrial) -> str:
+        speedup = Interval(*trial.attrs["speedup"])
+        if trial.params.get("path") == "native":
+            return f"1.00x, and [{speedup.low:.2f}, {speedup.high:.2f}] against itself: the noise"
+        return interval_text(speedup) + ("  hopeless" if trial.attrs["pruned"] else "")
 
     # The plan.
 

@@ -14,7 +14,11 @@ import pytest
 import sparselift
 from sparselift import Plan
 from sparselift.cli import main
-from sparselift.plan import Evidence, Interval
+from sparselift.cli.tune import summary
+from sparselift.lift import lift
+from sparselift.plan import Evidence, Interval, TrialRecord, default_plan
+from sparselift.space import Config
+from sparselift.workloads import resolve
 from tests.cli.conftest import TINY, Ran
 
 Run = Callable[..., Ran]
@@ -64,6 +68,22 @@ def test_tune_prints_times_equivalence_and_next_steps(run: Run, tmp_path: Path) 
     for text in ("native", "default", "equivalence", "p.json", 'sl.apply(sl.Plan.load("p.json"), model, optimizer)'):
         assert text in ran.out
     assert Plan.load(tmp_path / "p.json").constraints.pin == {"path": "planned"}
+
+
+@pytest.mark.parametrize(("search", "path", "text"), [
+    ("timeout", "planned", "Stopped after 5 of 9 trials: the timeout. The same command goes on."),
+    ("exhausted", "planned", "Stopped after 5 of 9 trials: there is nothing new to try."),
+    ("complete", "planned", 'sl.apply(sl.Plan.load("p.json"), model, optimizer)'),
+    ("complete", "native", "A native plan changes nothing: train as before."),
+    ("interrupted", "native", "the same command goes on from there.")])
+def test_the_summary_says_why_the_search_ended_and_what_to_do(tuned: Path, search: str, path: str, text: str) -> None:
+    trials = tuple(TrialRecord(number, "tpe", {}, "complete" if number else "failed", 1.0) for number in range(6))
+    plan = replace(Plan.load(tuned), config=Config.native(), certificate=None, evidence=Evidence("measured", trials=trials))
+    if path == "planned":
+        plan = replace(default_plan(lift(resolve(WORK))), evidence=plan.evidence)
+    shown = summary(plan, Path("p.json"), search, 9)
+    assert text in shown
+    assert ("Stopped after" in shown) == (search in ("timeout", "exhausted"))
 
 
 def test_tune_again_measures_nothing_twice(run: Run) -> None:

@@ -499,7 +499,8 @@ def test_progress_tells_every_trial(work):
     assert told.log[-1] == "end"
     assert len(told.log) == 7
     assert "default" in told.log[2][0] and "1.38x" in told.log[2][0]
-    assert told.log[2][1] == "best 1.38x, trial 1"
+    assert told.log[1][0].endswith("1.00x, and [1.00, 1.00] against itself: the noise")
+    assert [entry[1] for entry in told.log[1:3]] == ["best: native", "best: trial 1, confirmed 1.38x"]
 
 
 # With real steps.
