@@ -171,6 +171,19 @@ def test_verify_prints_the_certificate(run: Run, tuned: Path) -> None:
     assert run("verify", tuned, WORK, "--json").document["data"]["certificate"]["equivalence"] == Plan.load(tuned).equivalence
 
 
+def test_verify_says_its_verdict_first_and_saves_the_certificate(run: Run, tmp_path: Path) -> None:
+    plan = default_plan(lift(resolve(WORK)))
+    plan.save(tmp_path / "plan.json")
+    assert "certificate  none yet: sparselift verify --out saves one" in run("show", "plan.json").out
+    assert run("verify", "plan.json", WORK, "--out", "plan.json").out.startswith(f"holds: {plan.equivalence}, kernels cpu")
+    saved = Plan.load(tmp_path / "plan.json")
+    assert saved.certificate is not None and saved.config == plan.config and not saved.edited
+    assert "none yet" not in run("show", "plan.json").out
+    replace(plan, config=Config.native()).save(tmp_path / "native.json")
+    assert run("verify", "native.json", WORK).out == "nothing to verify: the plan is native\n"
+    assert "certificate" not in run("show", "native.json").out
+
+
 def test_verify_of_a_plan_for_another_model_is_refused(run: Run, tuned: Path) -> None:
     ran = run("verify", tuned, WORK, "--set", "dim=4")
     assert ran.code == 1

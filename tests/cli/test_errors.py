@@ -101,6 +101,14 @@ def test_an_error_in_the_workloads_own_code_names_its_type(run: Run) -> None:
     refused(run("lift", f"{TINY}:broken_step"), 1, "ZeroDivisionError: division by zero")
 
 
+@pytest.mark.parametrize(("function", "text"), [
+    ("broken_function", "failed: ValueError: no data here: neither there; nor elsewhere\n"),
+    ("broken_arguments", "step must be a function")])
+def test_a_workload_whose_code_raises_is_no_usage_error(run: Run, function: str, text: str) -> None:
+    refused(run("lift", f"{TINY}:{function}"), 1, text)
+    assert run("lift", f"{TINY}:{function}", "--json").document["status"] == "error"
+
+
 def test_debug_shows_where(run: Run) -> None:
     ran = run("lift", f"{TINY}:broken_step", "--debug")
     assert ran.code == 1
