@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, OptimizerInfo, Structure, Table
-from sparselift.lift.modules import check_model, unliftable
+from sparselift.lift.modules import check_model, is_embedding, unliftable
 from sparselift.memory import HugePages, huge_pages, set_huge_pages
 from sparselift.optim import holders, optimizer_info
 from sparselift.plan import Plan, check_fits, check_plan
@@ -52,7 +52,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: Optimizers, process_group: ob
     if ATTRIBUTE in model.__dict__:
         raise LiftRefused(f"apply: {type(model).__name__} has a plan already; call sparselift.unapply first")
     optimizers = as_tuple(optimizer)
-    check_fits(plan, structure=current_structure(plan.structure, model, optimizers))
+    check_model_fits(plan, model, optimizers)
     if plan.config.path == "planned":
         check_model(model, "apply")
         refusals = unliftable(dict.fromkeys(feature.module for feature in plan.structure.features), model, optimizers)
@@ -175,6 +175,12 @@ class Applied:
         if not runtime.asides and not runtime.updates:
             lines.append("nothing fell back")
         return "\n".join(lines)
+
+
+def check_model_fits(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises PlanMismatchError naming what differs between a plan and a model with its optimizers."""
+    present = [f"{path}.weight" for path, module in model.named_modules() if is_embedding(module)]
+    check_fits(plan, structure=current_structure(plan.structure, model, optimizers), present=present)
 
 
 def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sparselift import canonical
-from sparselift.apply import current_structure
+from sparselift.apply import check_model_fits
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Structure
 from sparselift.kernels import get_backend
-from sparselift.plan import Plan, check_fits, check_plan
+from sparselift.plan import Plan, check_plan
 from sparselift.schedule import Schedule, build_schedule
 from sparselift.verify.exact import ROUNDS, check_exact
 from sparselift.verify.real import check_real
@@ -73,7 +73,7 @@ def verify(plan: Plan, work: Workload, *, backend: str = "cpu", seed: int = 0) -
     """
     check_plan("verify", plan)
     check_workload("verify", work)
-    check_fits(plan, structure=current_structure(plan.structure, work.model, work.optimizers))
+    check_model_fits(plan, work.model, work.optimizers)
     certifier = Certifier(work, plan.structure, plan.sketches, backend, seed)
     return certifier.certify(build_schedule(plan.structure, plan.config), plan.equivalence)
 

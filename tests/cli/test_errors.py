@@ -124,6 +124,14 @@ def test_a_file_that_is_no_plan(run: Run, tmp_path: Path, command: str, content:
     assert (tmp_path / "plan.json").read_text() == content
 
 
+@pytest.mark.parametrize("command", [["show"], ["explain"], ["check"], ["diff", "plan.study"]])
+def test_a_study_in_the_place_of_a_plan_names_its_plan(run: Run, tuned: Path, tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "plan.study").write_bytes(tuned.with_suffix(".study").read_bytes())
+    refused(run(*command, "plan.study"), 1, "plan.study: this is a study; sparselift report reads it")
+    (tmp_path / "plan.json").write_bytes(tuned.read_bytes())
+    refused(run(*command, "plan.study"), 1, "plan.study: this is a study; its plan is plan.json")
+
+
 def test_a_plan_edited_into_something_illegal(run: Run, tuned: Path, tmp_path: Path) -> None:
     document = json.loads(tuned.read_text())
     document["config"] = {"path": "planned", "policy": {"group_by": "moon"}, "classes": []}

@@ -304,9 +304,36 @@ def test_long_refusals_are_cut_but_none_is_lost() -> None:
     tables = [table(f"t{i}", 10) for i in range(50)]
     g = graph(tables, [feature(f"f{i}", f"t{i}") for i in range(50)])
     structure = replace(g.structure, tables=tuple(replace(t, dim=8) for t in g.structure.tables))
-    with pytest.raises(PlanMismatchError, match="; and 30 more") as caught:
+    with pytest.raises(PlanMismatchError, match="; and 45 more") as caught:
         check_fits(default_plan(g), structure)
     assert len(caught.value.differences) == 50
+
+
+def test_a_plan_of_another_model_is_told_in_a_sentence() -> None:
+    saved = graph([table(f"emb_l.{i}.weight", 10) for i in range(26)], [feature(f"f{i}", f"emb_l.{i}.weight") for i in range(26)])
+    other = graph([table(f"tables.{i}.weight", 10, optimizer=ADAGRAD) for i in range(5)],
+                  [feature(f"f{i}", f"tables.{i}.weight") for i in range(5)])
+    message = (r"the plan for 'example' does not fit: it is made for another model: 26 tables: emb_l.\*; this one has 5 tables: tables.\*; "
+               "optimizers: saved SGD, current Adagrad$")
+    with pytest.raises(PlanMismatchError, match=message):
+        check_fits(default_plan(saved), other.structure)
+    gone = replace(saved.structure, tables=(), features=())
+    with pytest.raises(PlanMismatchError, match=r"this one has 1 table: bag.weight$"):
+        check_fits(default_plan(saved), gone, present=["bag.weight"])
+    with pytest.raises(PlanMismatchError, match=r"this one has no tables$"):
+        check_fits(default_plan(saved), gone)
+    with pytest.raises(PlanMismatchError, match=r"tables.emb_l.1.weight: saved a table of 10 x 16, current nothing; ") as caught:
+        check_fits(default_plan(saved), replace(saved.structure, tables=saved.structure.tables[:1], features=()))
+    assert "Table(" not in str(caught.value) and "Feature(" not in str(caught.value)
+
+
+def test_optimizers_in_another_order_are_told_so() -> None:
+    saved = small_graph().structure
+    second = replace(saved.tables[0].optimizer, index=1)
+    mine = replace(default_plan(small_graph()), structure=replace(saved, optimizers=("SGD", "Adam")))
+    swapped = replace(saved, optimizers=("Adam", "SGD"), tables=tuple(replace(t, optimizer=second) for t in saved.tables))
+    with pytest.raises(PlanMismatchError, match=r"does not fit: the optimizers come in another order: saved SGD, Adam, current Adam, SGD$"):
+        check_fits(mine, swapped)
 
 
 def test_diff_sorts_by_what_a_difference_is_about() -> None:
