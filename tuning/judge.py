@@ -191,8 +191,8 @@ class Judge:
 def _facts(found: Comparison, confirmed: Interval | None, certificate: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a trial keeps of its measurement. Intervals are (value, low, high); a champion has its confirmation and certificate."""
     intervals = {"speedup": found.speedup, "native_s": found.incumbent, "planned_s": found.candidate}
-    facts = {**{name: _triple(held) for name, held in intervals.items()}, "pairs": found.pairs, "pruned": found.pruned,
-             "confirmed": None if confirmed is None else confirmed.value}
+    facts: dict[str, Any] = {**{name: _triple(held) for name, held in intervals.items()}, "pairs": found.pairs,
+                             "pruned": found.pruned, "confirmed": None if confirmed is None else confirmed.value}
     if certificate is not None and confirmed is not None:
         facts |= {"confirmed_speedup": _triple(confirmed), "certificate": dict(certificate)}
     return facts
