@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, OptimizerInfo, Structure, Table
-from sparselift.lift.modules import check_model, unliftable
+from sparselift.lift.modules import check_model, is_embedding, unliftable
 from sparselift.memory import HugePages, huge_pages, set_huge_pages
 from sparselift.optim import holders, optimizer_info
-from sparselift.plan import Plan, check_fits
+from sparselift.plan import Plan, check_fits, check_plan
 from sparselift.runtime.executor import Runtime
 from sparselift.runtime.step import FusedStep
 from sparselift.schedule import Schedule, build_schedule
-from sparselift.workload import Optimizers, as_tuple, check_ranks
+from sparselift.workload import Optimizers, as_tuple, check_kind, check_ranks
 
 ATTRIBUTE = "_sparselift"          # of an applied root module
 
@@ -40,16 +40,19 @@ def apply(plan: Plan, model: nn.Module, optimizer: Optimizers, process_group: ob
 
     Raises
     ------
+    TypeError           arguments of another kind, or in another order
     PlanMismatchError   model or optimizers differ from the plan's: names each field
     LiftRefused         more than one rank (no exchange yet), a model that has a plan already, or modules that `lift` would not take
     """
+    check_plan("apply", plan)
+    _check_pair("apply", "plan, model, optimizer", model, optimizer)
     check_ranks("apply")
     if process_group is not None:
         raise LiftRefused("apply: a process group; lifted tables are not synchronised between ranks yet: a plan runs in one process")
     if ATTRIBUTE in model.__dict__:
         raise LiftRefused(f"apply: {type(model).__name__} has a plan already; call sparselift.unapply first")
     optimizers = as_tuple(optimizer)
-    check_fits(plan, structure=current_structure(plan.structure, model, optimizers))
+    check_model_fits(plan, model, optimizers)
     if plan.config.path == "planned":
         check_model(model, "apply")
         refusals = unliftable(dict.fromkeys(feature.module for feature in plan.structure.features), model, optimizers)
@@ -60,7 +63,11 @@ def apply(plan: Plan, model: nn.Module, optimizer: Optimizers, process_group: ob
 
 
 def unapply(model: nn.Module, optimizer: Optimizers) -> tuple[nn.Module, Optimizers]:
-    """Give the native pair back, at any step: same parameters, state and gradients. Raises LiftRefused if no plan is applied."""
+    """Give the native pair back, at any step: same parameters, state and gradients.
+
+    Raises LiftRefused if no plan is applied, TypeError for arguments in another order.
+    """
+    _check_pair("unapply", "model, optimizer", model, optimizer)
     applied: Applied | None = model.__dict__.get(ATTRIBUTE)
     if applied is None:
         raise LiftRefused(f"unapply: no plan is applied to this {type(model).__name__}")
@@ -71,8 +78,19 @@ def unapply(model: nn.Module, optimizer: Optimizers) -> tuple[nn.Module, Optimiz
 
 def explain(model: nn.Module) -> str:
     """What ran in an applied model since `apply`: which lookups came from the prelude, which stepped aside, how often and why."""
+    check_kind("explain", "model", model, nn.Module, "a plan's own page is sparselift.plan.explain(plan)")
     applied: Applied | None = model.__dict__.get(ATTRIBUTE)
     return "no plan is applied: torch runs everything" if applied is None else applied.explain()
+
+
+def _check_pair(call: str, order: str, model: object, optimizer: object) -> None:
+    """Raises TypeError naming the right call."""
+    for name, value, kind in (("model", model, nn.Module), *(("optimizer", each, torch.optim.Optimizer) for each in _several(optimizer))):
+        check_kind(call, name, value, kind, f"the call is sl.{call}({order})")
+
+
+def _several(optimizer: object) -> tuple[object, ...]:
+    return tuple(optimizer) if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else (optimizer,)
 
 
 class Applied:
@@ -161,6 +179,12 @@ class Applied:
             lines.append("nothing fell back" if ran else "nothing has run in the plan: no forward yet, or compiled ones, "
                                                          "which hold torch's own lookups and are not counted")
         return "\n".join(lines)
+
+
+def check_model_fits(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises PlanMismatchError naming what differs between a plan and a model with its optimizers."""
+    present = [f"{path}.weight" for path, module in model.named_modules() if is_embedding(module)]
+    check_fits(plan, structure=current_structure(plan.structure, model, optimizers), present=present)
 
 
 def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:

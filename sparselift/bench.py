@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparselift.apply import current_structure
+from sparselift.apply import check_model_fits
 from sparselift.hardware import hardware
 from sparselift.lift import lift
 from sparselift.measure import Stage, compare
-from sparselift.plan import Interval, Plan, check_fits, default_plan
+from sparselift.plan import Interval, Plan, check_plan, default_plan
 from sparselift.preserve import preserve
 from sparselift.space import Config
-from sparselift.workload import Workload
+from sparselift.workload import Workload, check_workload
 
 _BLOCK_S = 0.25
 _MIN_PAIRS = 6                     # the fewest that give an interval of 95%
@@ -57,14 +57,18 @@ def bench(work: Workload, plan: Plan | None = None, *, seconds: float = 20.0, ba
 
     Raises
     ------
+    TypeError           `work` is no Workload, or `plan` no Plan
     PlanMismatchError   the plan is for another model
     LiftRefused         without a plan: nothing can be lifted
     ValueError          `seconds` or `batches` not above 0
     """
+    check_workload("bench", work)
+    if plan is not None:
+        check_plan("bench", plan)
     if seconds <= 0 or batches < 1:
         raise ValueError(f"seconds must be above 0 and batches at least 1; got {seconds} and {batches}")
     plan = plan or default_plan(lift(work), hardware=hardware().to_dict())
-    check_fits(plan, structure=current_structure(plan.structure, work.model, work.optimizers))
+    check_model_fits(plan, work.model, work.optimizers)
     taken = work.take(batches)
     pairs = max(_MIN_PAIRS, round(seconds / (2 * _BLOCK_S)))
     with preserve(work, taken), Stage(work, plan.structure) as stage:

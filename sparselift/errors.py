@@ -43,7 +43,11 @@ class DataError(SparseLiftError):
 
 
 class WorkloadError(SparseLiftError):
-    """A workload reference cannot be resolved, or what it returns is not a Workload."""
+    """A workload is wrong: its reference, its arguments, or its own code."""
+
+
+class WorkloadReferenceError(WorkloadError):
+    """A workload reference leads nowhere, a setting is not its function's, or the function returns something else than a Workload."""
 
 
 class MissingExtraError(SparseLiftError):

@@ -69,7 +69,7 @@ def hardware() -> Hardware:
         architecture=platform.machine(), cores=_cores(), isa=tuple(flag for flag in _FLAGS if flag in flags),
         memory_bytes=_memory_bytes(), l1d_bytes=caches.get(1, 0), l2_bytes=caches.get(2, 0), l3_bytes=caches.get(3, 0),
         huge_pages=_huge_pages(), torch_threads=torch.get_num_threads(),
-        python_version=platform.python_version(), torch_version=torch.__version__, numpy_version=np.__version__,
+        python_version=platform.python_version(), torch_version=str(torch.__version__), numpy_version=np.__version__,
         sparselift_version=_own_version())
 
 

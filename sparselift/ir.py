@@ -15,6 +15,9 @@ from sparselift.errors import MissingExtraError
 from sparselift.stats import Sketch
 
 POOLINGS = ("sum", "mean", "none")
+FORMS = ("offsets", "matrix", "ids")
+INDEX_DTYPES = ("int64", "int32")
+TABLE_DTYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}       # bytes of an element
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return self.rows * self.dim * {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
+        return self.rows * self.dim * TABLE_DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

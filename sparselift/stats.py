@@ -254,6 +254,8 @@ def _merge_hot(a: Sketch, b: Sketch) -> tuple[int, ...]:
 def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"sketch field {name!r} must hold integers; got {value!r}")
+    if not (-1 if name in ("id_min", "id_max") else 0) <= value < 2**63:
+        raise ValueError(f"sketch field {name!r} must hold counts; got {value!r}")
     return value
 
 
@@ -269,4 +271,12 @@ def _pairs(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(_counts(name, item) for item in values)
 
 
-_FIELD_PARSERS: dict[str, Callable[[str, Any], Any]] = {"lengths": _pairs, "unique_curve": _pairs, "hot": _counts}
+def _curve(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
+    """A point of the curve is of at least one batch."""
+    points = _pairs(name, values)
+    if any(batches < 1 for _, batches in points):
+        raise ValueError(f"sketch field {name!r} must hold (distinct rows, batches) with batches of at least 1; got {values!r}")
+    return points
+
+
+_FIELD_PARSERS: dict[str, Callable[[str, Any], Any]] = {"lengths": _pairs, "unique_curve": _curve, "hot": _counts}

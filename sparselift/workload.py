@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from inspect import isfunction
 from itertools import islice
 from typing import Any
 
@@ -16,7 +18,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 USES = frozenset({"accumulate", "clip", "scaler", "skip"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Workload:
     """One training job.
 
@@ -27,9 +29,13 @@ class Workload:
     optimizer   one torch optimizer, or a sequence of them
     step        step(model, batch) -> 0-d loss; backward, every optimizer.step() and zero_grad(set_to_none=True) are the tool's
     batches     a sequence of batches, or a callable that gives an iterator over them; a batch is whatever `step` takes
-    train_step  train_step(model, optimizer, batch) -> 0-d loss: the whole step of a loop that accumulates, clips or scales;
-                replaces `step` wherever a step is measured
+    train_step  train_step(model, optimizer, batch) -> 0-d loss: the whole step of a loop that accumulates, clips or scales; `optimizer`
+                is as given above, one or a sequence. Replaces `step` wherever a step is measured; what is lifted is still `step`
     uses        what the loop does: a subset of {"accumulate", "clip", "scaler", "skip"}; None: unknown
+
+    Raises
+    ------
+    WorkloadError   an argument of another kind, such as an iterator as `batches`, which could be read once only
     """
 
     name: str
@@ -47,10 +53,25 @@ class Workload:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise WorkloadError(f"workload {self.name!r}: optimizer must be a torch optimizer or a sequence of them; "
                                     f"got {type(optimizer).__name__}")
+        if not callable(self.step):
+            raise WorkloadError(f"workload {self.name!r}: step must be a function step(model, batch) that returns the loss, beside a "
+                                f"train_step too, since it is what is lifted; got {self.step!r}")
+        if self.train_step is not None and not callable(self.train_step):
+            raise WorkloadError(f"workload {self.name!r}: train_step must be a function train_step(model, optimizer, batch) or None; "
+                                f"got {self.train_step!r}")
+        if not callable(self.batches) and (not isinstance(self.batches, Iterable) or isinstance(self.batches, (str, Iterator))):
+            raise WorkloadError(f"workload {self.name!r}: batches must be a list, or a callable that returns an iterator, since they are "
+                                f"read more than once; got {type(self.batches).__name__}")
         if self.uses is not None:
             object.__setattr__(self, "uses", frozenset(self.uses))
             if unknown := self.uses - USES:
                 raise WorkloadError(f"workload {self.name!r}: uses may hold {sorted(USES)}; got {sorted(unknown)}")
+
+    def __repr__(self) -> str:
+        """Without the batches, which may be long."""
+        batches = f"{len(self.batches)} batches" if isinstance(self.batches, Sized) else "batches from a callable"
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return f"<Workload {self.name!r}: {type(self.model).__name__}, {kinds}, {batches}>"
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -79,6 +100,24 @@ class Workload:
         for each in as_tuple(optimizer):
             each.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+def check_kind(call: str, name: str, value: object, kind: type, made_by: str) -> None:
+    """Raises TypeError unless `value` is a `kind`. `call` is the function, `made_by` what makes the right argument."""
+    if isinstance(value, kind):
+        return
+    got = type(value).__name__
+    if isinstance(value, (str, os.PathLike)):
+        got = f"{os.fspath(value)!r}"
+    elif isfunction(value):
+        got = f"the function {value.__name__}" + (f": call it, {value.__name__}()" if kind is Workload else "")
+    raise TypeError(f"{call}: {name} must be {'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__} ({made_by}); got {got}")
+
+
+def check_workload(call: str, value: object) -> None:
+    """Raises TypeError unless `value` is a Workload."""
+    reference = " or sparselift.workloads.resolve('file.py:function')" if isinstance(value, str) else ""
+    check_kind(call, "work", value, Workload, "sl.Workload(name, model, optimizer, step, batches)" + reference)
 
 
 def check_ranks(doing: str) -> None:

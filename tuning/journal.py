@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
@@ -44,6 +45,16 @@ class StudyFile(JournalStorage):
             finally:
                 self._file_lock.release()
 
+    def _sync_with_backend(self) -> None:
+        # Every reader comes through here. Optuna's own two errors say that another process was faster.
+        try:
+            with damage_named(f"study file {self.path}"):
+                super()._sync_with_backend()
+        except (DuplicatedStudyError, UpdateFinishedTrialError):
+            raise
+        except SparseLiftError as error:
+            raise SparseLiftError(f"{error} (line {self._replay_result.log_number_read})") from error.__cause__
+
     def __getstate__(self) -> dict[Any, Any]:
         raise TypeError(f"a study file is opened by each process for itself: open_storage({self.path!r})")
 
@@ -66,8 +77,17 @@ def open_storage(path: str | os.PathLike[str], create: bool = True) -> StudyFile
         return StudyFile(path)
     except OSError as error:
         raise SparseLiftError(f"study file {path} cannot be opened: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise SparseLiftError(f"study file {path} is damaged: its records contradict each other ({error!r})") from error
+
+
+@contextmanager
+def damage_named(place: str) -> Iterator[None]:
+    """What a damaged record makes its reader raise, whatever it is, becomes a SparseLiftError that names the place."""
+    try:
+        yield
+    except (SparseLiftError, OSError, DuplicatedStudyError, UpdateFinishedTrialError):
+        raise
+    except Exception as error:
+        raise SparseLiftError(f"{place} is damaged: {type(error).__name__}: {error}") from error
 
 
 class _FileLock:

@@ -80,7 +80,8 @@ class Judge:
             logger.warning("a config is refused, since it does not compute what native computes: %s", error)
             return Infeasible(f"not equivalent to native: {error}")
         found = self.measure(self._space.native, config, prune_below=_HOPELESS * self.champion.speedup)
-        return Measured(1 / found.speedup.value, _facts(found, self._confirmed(config, found)))
+        confirmed = self._confirmed(config, found)
+        return Measured(1 / found.speedup.value, _facts(found, confirmed, None if confirmed is None else self._certificates[config]))
 
     def recall(self, trials: Iterable[StudyTrial]) -> None:
         """Crown the fastest trial that was confirmed, also by other processes that work on the same study."""
@@ -120,7 +121,7 @@ class Judge:
         return Verdict(winner, certificate, final.speedup, final.incumbent, final.candidate, default_s, note)
 
     def standing(self, trials: Sequence[StudyTrial]) -> Verdict:
-        """The champion by what its trial recorded, without measuring again."""
+        """The champion by what its trial recorded, in this call or an earlier one, without measuring or certifying again."""
         space, config = self._space, self.champion.config
         own = self._recorded(config, trials)
         default = self._recorded(space.default, trials)
@@ -132,7 +133,9 @@ class Judge:
             best = max((1 / t.value for t in trials if t.value and t.params.get("path") != "native"), default=None)
             note = f"no planned config is faster than native by 1% for certain; the best trial: {best:.2f}x" if best else ""
             return Verdict(config, None, None, planned_s, planned_s, default_s, note)
-        return Verdict(config, self._certificates.get(config), Interval(*own["speedup"]), native_s, planned_s, default_s)
+        certificate = self._certificates.get(config) or own.get("certificate")
+        speedup = Interval(*(own.get("confirmed_speedup") or own["speedup"]))
+        return Verdict(config, certificate, speedup, native_s, planned_s, default_s)
 
     def certify(self, config: Config) -> Mapping[str, Any]:
         """Raises EquivalenceError."""
@@ -154,11 +157,11 @@ class Judge:
     def _judge_native(self) -> Measured:
         """Native against itself: its time, and how far apart two measurements of the same thing are here."""
         try:
-            return Measured(1.0, _facts(self.measure(self._space.native, self._space.native), confirmed=1.0))
+            return Measured(1.0, _facts(self.measure(self._space.native, self._space.native), Interval(1.0, 1.0, 1.0)))
         except Exception as error:
             raise Abort(f"the native step: {error}") from error
 
-    def _confirmed(self, config: Config, found: Comparison) -> float | None:
+    def _confirmed(self, config: Config, found: Comparison) -> Interval | None:
         """The speed-up over native of a config that is faster than the champion by the margin, for certain and by a fresh measurement.
 
         It is the fresh one that counts: the trial was picked for its value, and so flatters. None for any other config.
@@ -167,29 +170,36 @@ class Judge:
         if found.pruned:
             return None
         if config == champion.config:
-            return found.speedup.value                   # the default, where native is not allowed
+            return found.speedup                         # the default, where native is not allowed
         if found.speedup.value <= MARGIN * champion.speedup:
             return None
         if champion.config.path == "native" and found.speedup.low <= MARGIN and self._gain(champion.config, config) is None:
             return None
         gain = self._gain(champion.config, config)
-        return None if gain is None else champion.speedup * gain
+        return None if gain is None else gain.scaled(champion.speedup)
 
-    def _gain(self, incumbent: Config, candidate: Config) -> float | None:
+    def _gain(self, incumbent: Config, candidate: Config) -> Interval | None:
         """How much faster a candidate is, if that is more than the margin for certain."""
         speedup = self.measure(incumbent, candidate, bar=MARGIN, thorough=True).speedup
-        return speedup.value if speedup.low > MARGIN else None
+        return speedup if speedup.low > MARGIN else None
 
     def _recorded(self, config: Config, trials: Sequence[StudyTrial]) -> Mapping[str, Any]:
         """The facts of a config's complete trial; empty if there is none."""
         return next((trial.attrs for trial in trials if trial.value and self._space.from_params(trial.params) == config), {})
 
 
-def _facts(found: Comparison, confirmed: float | None) -> dict[str, Any]:
-    """What a trial keeps of its measurement. Intervals are (value, low, high); `confirmed` is the speed-up of a new champion."""
+def _facts(found: Comparison, confirmed: Interval | None, certificate: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a trial keeps of its measurement. Intervals are (value, low, high); a champion has its confirmation and certificate."""
     intervals = {"speedup": found.speedup, "native_s": found.incumbent, "planned_s": found.candidate}
-    return {**{name: [held.value, held.low, held.high] for name, held in intervals.items()}, "pairs": found.pairs, "pruned": found.pruned,
-            "confirmed": confirmed}
+    facts: dict[str, Any] = {**{name: _triple(held) for name, held in intervals.items()}, "pairs": found.pairs,
+                             "pruned": found.pruned, "confirmed": None if confirmed is None else confirmed.value}
+    if certificate is not None and confirmed is not None:
+        facts |= {"confirmed_speedup": _triple(confirmed), "certificate": dict(certificate)}
+    return facts
+
+
+def _triple(held: Interval) -> list[float]:
+    return [held.value, held.low, held.high]
 
 
 def interval_text(speedup: Interval) -> str:

@@ -24,12 +24,12 @@ from sparselift.progress import Progress
 from sparselift.progress import progress as reporter
 from sparselift.schedule import build_schedule
 from sparselift.space import Config, Constraints, SearchSpace, equivalence_of
-from sparselift.tuning import study
+from sparselift.tuning import records, study
 from sparselift.tuning.judge import Judge, Measure, Verdict, Verify, interval_text
 from sparselift.tuning.records import label_of, records_of
 from sparselift.tuning.study import Abort, Infeasible, Measured, Storage, StudyResult, StudyTrial
 from sparselift.verify import Certifier
-from sparselift.workload import Workload
+from sparselift.workload import Workload, check_workload
 
 if TYPE_CHECKING:
     import optuna
@@ -91,8 +91,10 @@ def tune(work: Workload, trials: int = 64, timeout: float | None = None, storage
     LiftRefused      nothing can be lifted
     InfeasibleError  no config satisfies the constraints
     SparseLiftError  the native step itself fails, or the storage cannot be used
+    TypeError        `work` is no Workload
     ValueError       `trials` below 1, or a timeout not above 0
     """
+    check_workload("tune", work)
     if trials < 1 or (timeout is not None and not timeout > 0):
         raise ValueError(f"trials must be at least 1 and timeout above 0 or None; got {trials} and {timeout}")
     begin_s = time.perf_counter()
@@ -132,7 +134,7 @@ class _Search:
         def go(total: int) -> StudyResult:
             return study.run(self._suggest, self._objective, storage, total, seed, name=self.name, fingerprint=_fingerprint(self.space),
                              seeds=[params for _, params in self.seeds], positive=True, stop=lambda: self._out_of_time(timeout),
-                             on_trial=self._report, about={"workload": self.name, "seeds": self.seeds})
+                             on_trial=self._report, about={"workload": self.name, "seeds": self.seeds}, check=self._check)
 
         before = go(0)
         self.judge.recall(before.trials)
@@ -163,6 +165,14 @@ class _Search:
             self.finished += 1
             self.trials_s += time.perf_counter() - begin_s
 
+    def _check(self, result: StudyResult) -> None:
+        """What the judge reads of a study. Raises where it is damaged."""
+        records.check(result)
+        for trial in result.trials:
+            self.space.from_params(trial.params)
+            if trial.value is not None and (missing := {"speedup", "native_s", "planned_s", "pruned"} - set(trial.attrs)):
+                raise ValueError(f"trial {trial.number} lacks {sorted(missing)}")
+
     def _out_of_time(self, timeout: float | None) -> str | None:
         if timeout is None or not self.finished:
             return None
@@ -172,13 +182,20 @@ class _Search:
     def _report(self, trial: StudyTrial, _: StudyResult) -> None:
         self.judge.recall([trial])
         champion = self.judge.champion
-        best = f"best {champion.speedup:.2f}x" + ("" if champion.trial is None else f", trial {champion.trial}")
+        best = "best: native" if champion.config.path == "native" else ""
+        if champion.config.path == "planned" and champion.trial is not None:
+            best = f"best: trial {champion.trial}, confirmed {champion.speedup:.2f}x"
         text = f"{trial.number:>3}  {label_of(trial.params, self.seeds):<18}"
         if trial.value is None:
             self.progress.advance(f"{text}  {trial.state}: {trial.reason}", best, counts=False)
         else:
-            hopeless = "  hopeless" if trial.attrs["pruned"] else ""
-            self.progress.advance(f"{text}  {interval_text(Interval(*trial.attrs['speedup']))}{hopeless}", best)
+            self.progress.advance(f"{text}  {self._measured(trial)}", best)
+
+    def _measured(self, trial: StudyTrial) -> str:
+        speedup = Interval(*trial.attrs["speedup"])
+        if trial.params.get("path") == "native":
+            return f"1.00x, and [{speedup.low:.2f}, {speedup.high:.2f}] against itself: the noise"
+        return interval_text(speedup) + ("  hopeless" if trial.attrs["pruned"] else "")
 
     # The plan.
 

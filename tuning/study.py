@@ -20,11 +20,12 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage, get_storage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from sparselift.preserve import sigint_deferred
 from sparselift.tuning import owner
-from sparselift.tuning.journal import StudyFile, open_storage
+from sparselift.tuning.journal import StudyFile, damage_named, open_storage
 from sparselift.tuning.propose import OUTCOME, Space, Suggest, propose, quiet, suggester, tried
 
 __all__ = ["Abort", "Infeasible", "Measured", "Space", "Storage", "StudyFile", "StudyResult", "StudyTrial", "open_storage",
@@ -34,7 +35,10 @@ logger = logging.getLogger("sparselift.tuning")
 
 Storage = BaseStorage | str | os.PathLike[str] | None
 
+Check = Callable[["StudyResult"], object]
+
 _OWNER, _ABOUT = "owner", "about"  # user attributes of a running trial and of a study
+_STATES = frozenset({"complete", "infeasible", "failed", "interrupted", "lost"})
 _MAX_BARREN = 50                   # trials in a row without a value, infeasible ones included
 _FOREIGN_GRACE_S = 6 * 3600.0      # an owner that cannot be checked counts as dead after this
 
@@ -103,7 +107,8 @@ def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | I
         trials: int = 64, seed: int = 0, *, name: str = "study", fingerprint: str | None = None,
         seeds: Sequence[Mapping[str, Any]] = (), default: Mapping[str, Any] | None = None, positive: bool = False,
         max_failures: int = 12, stop: Callable[[], str | None] | None = None,
-        on_trial: Callable[[StudyTrial, StudyResult], None] | None = None, about: Mapping[str, Any] | None = None) -> StudyResult:
+        on_trial: Callable[[StudyTrial, StudyResult], None] | None = None, about: Mapping[str, Any] | None = None,
+        check: Check | None = None) -> StudyResult:
     """Minimise `objective` until the study holds `trials` complete trials, those of earlier runs included.
 
     Parameters
@@ -123,28 +128,36 @@ def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | I
     stop          asked before every trial: a status that ends the run, or None
     on_trial      told of every finished trial, and how the study stands
     about         facts to store with a new study (plain JSON types)
+    check         raises where the facts that were stored are not what the caller stores: the file is damaged then
 
     Ctrl-C ends the run, and everything that was measured stays. No configuration is tried twice, unless it was interrupted or its
     process died. Running trials of processes that no longer live are closed first.
 
     Raises
     ------
-    ValueError   an illegal space, seed or number of trials
+    ValueError        an illegal space, seed or number of trials
+    SparseLiftError   a storage that cannot be used, or whose records are damaged: names the file, and the line or trial
     """
     if trials < 0 or seed < 0:
         raise ValueError(f"trials and seed must be at least 0; got {trials} and {seed}")
     suggest, digest = suggester(space, fingerprint)
-    records = _Records.open(_storage(storage), f"{name}-{digest}", about or {}, positive)
+    records = _Records.open(_storage(storage), f"{name}-{digest}", about or {}, positive, check)
     status = _Loop(records, suggest, objective, trials, seed, seeds, max_failures, stop, on_trial).run()
     return records.result(status, default)
 
 
-def read_studies(storage: Storage) -> dict[str, StudyResult]:
-    """Every study of a storage by name, as it stands. Raises SparseLiftError for a path that is no study file or does not exist."""
+def read_studies(storage: Storage, check: Check | None = None) -> dict[str, StudyResult]:
+    """Every study of a storage by name, as it stands. `check` as in `run`.
+
+    Raises SparseLiftError for a path that is no study file or does not exist, or whose records are damaged.
+    """
     opened = _storage(storage, create=False)
-    names = [study.study_name for study in opened.get_all_studies()]
-    studies = (optuna.load_study(study_name=name, storage=opened) for name in names)
-    return {study.study_name: _Records(study, opened, positive=False).result("stored", None) for study in studies}
+    with damage_named(_place(opened)):
+        names = [study.study_name for study in opened.get_all_studies()]
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"studies have names; got {names}")
+        studies = [optuna.load_study(study_name=name, storage=opened) for name in names]
+    return {study.study_name: _Records(study, opened, False, check).result("stored", None) for study in studies}
 
 
 @dataclass(slots=True)
@@ -226,27 +239,34 @@ class _Loop:
 
 
 class _Records:
-    """The trials of one study in a storage."""
+    """The trials of one study in a storage. Every trial that leaves it was checked."""
 
-    def __init__(self, study: optuna.Study, storage: BaseStorage, positive: bool) -> None:
-        self._study, self._storage, self._positive = study, storage, positive
-        self._id = storage.get_study_id_from_name(study.study_name)
+    def __init__(self, study: optuna.Study, storage: BaseStorage, positive: bool, check: Check | None = None) -> None:
+        self._study, self._storage, self._positive, self._check = study, storage, positive, check
+        with damage_named(_place(storage)):
+            self._id = storage.get_study_id_from_name(study.study_name)
+            if study.directions != [StudyDirection.MINIMIZE]:
+                raise ValueError(f"study {study.study_name} does not minimise one value")
 
     @classmethod
-    def open(cls, storage: BaseStorage, name: str, about: Mapping[str, Any], positive: bool) -> _Records:
+    def open(cls, storage: BaseStorage, name: str, about: Mapping[str, Any], positive: bool, check: Check | None) -> _Records:
         """Load the study, or create it."""
-        with quiet():
+        with quiet(), damage_named(_place(storage)):
             study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
         if about and _ABOUT not in study.user_attrs:
             study.set_user_attr(_ABOUT, dict(about))
-        return cls(study, storage, positive)
+        return cls(study, storage, positive, check)
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Keeps other processes from claiming a trial between our look at the trials and our own claim, where the storage can."""
         return self._storage.exclusive() if isinstance(self._storage, StudyFile) else nullcontext()
 
     def frozen(self) -> list[FrozenTrial]:
-        return self._storage.get_all_trials(self._id, deepcopy=False)
+        trials = self._storage.get_all_trials(self._id, deepcopy=False)
+        for trial in trials:
+            with damage_named(f"{_place(self._storage)}: trial {trial.number} of {self._study.study_name}"):
+                _check_trial(trial)
+        return trials
 
     def count_complete(self) -> int:
         return sum(trial.state == TrialState.COMPLETE for trial in self.frozen())
@@ -294,7 +314,12 @@ class _Records:
         complete = [trial for trial in trials if trial.value is not None]
         best = min(complete, key=lambda trial: (trial.value, trial.number), default=None)
         about = self._study.user_attrs.get(_ABOUT, {})
-        return StudyResult(self._study.study_name, trials, best, default if best is None else best.params, about, status, self._study)
+        found = StudyResult(self._study.study_name, trials, best, default if best is None else best.params, about, status, self._study)
+        with damage_named(f"{_place(self._storage)}: {found.name}"):
+            _check_types({"about": about}, about=dict)
+            if self._check is not None:
+                self._check(found)
+        return found
 
     def _usable(self, value: float | None) -> bool:
         return value is not None and math.isfinite(value) and not (self._positive and value <= 0)
@@ -309,6 +334,28 @@ class _Records:
         if not trial.state.is_finished():
             return StudyTrial(trial.number, "running", trial.params)
         return StudyTrial(trial.number, outcome.get("state", "failed"), trial.params, None, outcome.get("reason", ""), attrs)
+
+
+def _check_trial(trial: FrozenTrial) -> None:
+    """What the readers of a trial rely on. Raises TypeError or ValueError."""
+    if trial.values is not None and not (len(trial.values) == 1 and type(trial.values[0]) in (int, float)):
+        raise ValueError(f"its value must be one number; got {trial.values!r}")
+    trial._validate()
+    _check_types(trial.user_attrs, **{_OWNER: dict, OUTCOME: dict})
+    outcome = trial.user_attrs.get(OUTCOME, {})
+    _check_types(outcome, state=str, reason=str, attrs=dict)
+    if outcome.get("state", "failed") not in _STATES:
+        raise ValueError(f"its state must be one of {sorted(_STATES)}; got {outcome['state']!r}")
+
+
+def _check_types(found: Mapping[str, Any], **kinds: type) -> None:
+    for name, kind in kinds.items():
+        if name in found and not isinstance(found[name], kind):
+            raise TypeError(f"{name!r} must be {'an object' if kind is dict else 'text'}; got {found[name]!r}")
+
+
+def _place(storage: BaseStorage) -> str:
+    return f"study file {storage.path}" if isinstance(storage, StudyFile) else f"storage {type(storage).__name__}"
 
 
 def _is_dead(trial: FrozenTrial) -> bool:

@@ -40,6 +40,7 @@ def build_parser() -> Parser:
     _workload(check, nargs="?")
     _plan(verify := _command(children, "verify", "Run the equivalence certificate of a plan on a workload."))
     _workload(verify)
+    verify.add_argument("--out", metavar="FILE", help="save the plan there with its new certificate; it may be PLAN itself")
     _bench(_command(children, "bench", "Time native against planned training steps, interleaved in one process."))
     _report(_command(children, "report", "Write CSV tables, Markdown and one HTML page about a plan or a study."))
     return parser

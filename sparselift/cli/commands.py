@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from sparselift import canonical
-from sparselift.cli.console import Answer, Console, UsageError, columns, existing_file
+from sparselift.cli.console import Answer, Console, UsageError, check_writable, columns, existing_file
 from sparselift.cli.inputs import load_plan, plan_or_study, workload
 from sparselift.hardware import hardware
 from sparselift.lift import lift
@@ -59,8 +59,15 @@ def run_check(args: argparse.Namespace, console: Console) -> Answer:
 
 
 def run_verify(args: argparse.Namespace, console: Console) -> Answer:
-    certificate = verify(load_plan(args.plan), workload(args))
-    return Answer(str(certificate), {"certificate": certificate.to_dict()})
+    out = check_writable(Path(args.out)) if args.out else None
+    plan = load_plan(args.plan)
+    certificate = verify(plan, workload(args))
+    native = plan.config.path == "native"
+    text = "nothing to verify: the plan is native" if native else f"holds: {certificate}"
+    if out is not None:
+        replace(plan, certificate=None if native else certificate.to_dict()).save(out)
+        text += f"\nsaved {out}"
+    return Answer(text, {"certificate": certificate.to_dict()})
 
 
 def run_bench(args: argparse.Namespace, console: Console) -> Answer:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparselift.cli.console import existing_file
+from sparselift.errors import PlanError
 from sparselift.plan import Plan, TrialRecord
 from sparselift.workload import Workload
 from sparselift.workloads import parse_settings, resolve
@@ -21,14 +22,22 @@ def workload(args: argparse.Namespace) -> Workload:
 
 def load_plan(path: str) -> Plan:
     """Raises UsageError where there is no such file, PlanError where it is no plan."""
-    return Plan.load(existing_file(path))
+    file = existing_file(path)
+    if _is_study(file):
+        beside = file.with_suffix(".json")
+        raise PlanError(f"{file}: this is a study; " + (f"its plan is {beside}" if beside.is_file() else "sparselift report reads it"))
+    return Plan.load(file)
+
+
+def _is_study(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).lstrip().startswith(_JOURNAL_START)
 
 
 def plan_or_study(path: Path) -> tuple[Plan | None, Sequence[TrialRecord]]:
     """The plan of a plan file; or the trials of a study file, and the plan beside it where there is one."""
-    with path.open("rb") as file:
-        if not file.read(64).lstrip().startswith(_JOURNAL_START):
-            return Plan.load(path), ()
+    if not _is_study(path):
+        return Plan.load(path), ()
     from sparselift.tuning import trial_records  # needs optuna, which a plan does not
 
     beside = path.with_suffix(".json")

@@ -12,7 +12,7 @@ from typing import Any
 
 from sparselift.cli.arguments import build_parser
 from sparselift.cli.console import Answer, Console, UsageError
-from sparselift.errors import EquivalenceError, MissingExtraError, SparseLiftError, WorkloadError
+from sparselift.errors import EquivalenceError, MissingExtraError, SparseLiftError, WorkloadError, WorkloadReferenceError
 from sparselift.progress import logger, show_log
 
 SCHEMA = 1
@@ -56,8 +56,10 @@ def _run(arguments: list[str]) -> int:
 
 
 def _status(error: Exception) -> str:
-    if isinstance(error, (UsageError, WorkloadError)):
+    if isinstance(error, (UsageError, WorkloadReferenceError)):
         return "usage"
+    if isinstance(error, WorkloadError):
+        return "error"
     if isinstance(error, MissingExtraError):
         return "missing"
     if isinstance(error, EquivalenceError):
@@ -66,10 +68,15 @@ def _status(error: Exception) -> str:
 
 
 def _fail(console: Console, command: str, status: str, kind: str, message: str) -> int:
-    print(f"sparselift: {'' if status == 'interrupted' else 'error: '}{message}", file=sys.stderr)
+    print(f"sparselift: {'' if status == 'interrupted' else 'error: '}{_one_line(message)}", file=sys.stderr)
     if console.as_json:
         _print_envelope(command, status, {}, ({"kind": kind, "message": message},))
     return _CODES.get(status, 1)
+
+
+def _one_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return "; ".join(lines).replace(":; ", ": ")
 
 
 def _print_envelope(command: str, status: str, data: dict[str, Any], errors: Sequence[dict[str, str]]) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 from sparselift.cli.console import Answer, Console, UsageError, check_writable, columns, labelled
 from sparselift.cli.inputs import workload
+from sparselift.errors import PlanError
 from sparselift.hardware import hardware
 from sparselift.plan import Evidence, Interval, Plan
+from sparselift.plan.evidence import STATUSES
 from sparselift.progress import progress
 from sparselift.rewrites import CATALOG
 from sparselift.space import Constraints
@@ -26,26 +28,58 @@ def run_tune(args: argparse.Namespace, console: Console) -> Answer:
     console.say(labelled([("machine", _machine()), ("workload", work.name), ("study", storage)]))
     result = tune(work, trials=args.trials, timeout=args.timeout, storage=storage, constraints=constraints, seed=args.seed,
                   progress=progress())
-    result.plan.save(out)
     status = "interrupted" if result.status == "interrupted" else "done"
     data = {"plan": result.plan.to_dict(), "out": str(out), "study": storage, "search": result.status}
-    return Answer("\n" + summary(result.plan, out, status), data, status)
+    if status == "interrupted" and _says_more(out, result.plan):
+        return Answer(f"\nInterrupted. {out} rests on better evidence than this call came to, and stays as it was.\n"
+                      "What was measured is kept in the study; the same command goes on from there.", {**data, "saved": False}, status)
+    result.plan.save(out)
+    return Answer("\n" + summary(result.plan, out, result.status, args.trials), {**data, "saved": True}, status)
 
 
-def summary(plan: Plan, out: Path, status: str) -> str:
-    """The result of a search for a person: times, equivalence, where the plan is, and what to do with it."""
+def _says_more(out: Path, plan: Plan) -> bool:
+    """Whether the plan file that is there is better founded than the plan of an interrupted call, or as well and faster."""
+    try:
+        there = Plan.load(out)
+    except (OSError, PlanError):
+        return False
+
+    def standing(plan: Plan) -> tuple[int, float]:
+        return STATUSES.index(plan.evidence.status), plan.evidence.speedup.value if plan.evidence.speedup else 1.0
+
+    return standing(there) > standing(plan)
+
+
+def summary(plan: Plan, out: Path, search: str, trials: int) -> str:
+    """The result of a search for a person: times, equivalence, where the plan is, why the search ended, and what to do with the plan."""
     lines = [_times(plan.evidence), ""] if plan.evidence.native else []
     lines.append(labelled([
         ("plan", f"{plan.config.path}, {plan.evidence.status}" + (f": {plan.evidence.note}" if plan.evidence.note else "")),
         ("equivalence", plan.equivalence + ("" if plan.certificate or plan.config.path == "native" else ", not certified")),
         ("saved", str(out)),
     ]))
-    if status == "interrupted":
-        lines += ["", "Interrupted. What was measured is kept; the same command goes on from there."]
-    elif plan.config.path == "planned":
+    if ended := _ended(plan, search, trials):
+        lines += ["", ended]
+    if search == "interrupted":
+        return "\n".join(lines)
+    if plan.config.path == "planned":
         lines += ["", "Use it in a training script:", "  import sparselift as sl",
                   f'  model, optimizer = sl.apply(sl.Plan.load("{out}"), model, optimizer)']
+    else:
+        lines += ["", "A native plan changes nothing: train as before. sparselift explain says how the best planned config did."]
     return "\n".join(lines)
+
+
+def _ended(plan: Plan, search: str, trials: int) -> str:
+    """Why the search ended before its last trial; empty if it did not."""
+    done = sum(trial.state in ("complete", "pruned") for trial in plan.evidence.trials)
+    reasons = {
+        "interrupted": "Interrupted. What was measured is kept; the same command goes on from there.",
+        "timeout": f"Stopped after {done} of {trials} trials: the timeout. The same command goes on.",
+        "exhausted": f"Stopped after {done} of {trials} trials: there is nothing new to try.",
+        "failing": f"Stopped after {done} of {trials} trials: too many failed in a row. sparselift report shows why.",
+    }
+    return reasons.get(search, "")
 
 
 def _machine() -> str:

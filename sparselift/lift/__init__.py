@@ -17,7 +17,7 @@ from sparselift.lift.sketches import sketch_lookups
 from sparselift.lift.structure import find_concats, find_features, find_unfit
 from sparselift.lift.timing import measure
 from sparselift.preserve import eager, preserve
-from sparselift.workload import Workload
+from sparselift.workload import Workload, check_workload
 
 __all__ = ["lift"]
 
@@ -37,8 +37,10 @@ def lift(work: Workload, batches: int = 8) -> Graph:
     Raises
     ------
     LiftRefused     no embedding module, or none that can be lifted: names each and why; several ranks; a model that runs a plan
+    TypeError       `work` is no Workload
     WorkloadError   no batches, or a step that gives no scalar loss
     """
+    check_workload("lift", work)
     if batches < 1:
         raise ValueError(f"batches must be at least 1; got {batches}")
     found = survey(work)

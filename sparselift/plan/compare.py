@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from typing import Any
 
 from sparselift.errors import PlanMismatchError
-from sparselift.ir import Structure
+from sparselift.ir import Concat, Feature, Structure, Table
 from sparselift.plan.document import Plan
 from sparselift.rewrites import same
 from sparselift.stats import Sketch
 
 GRADES = ("refuse", "re-check", "note")
 
-_SHOWN = 20                        # differences that a message spells out
+_SHOWN = 5                         # differences that a message spells out
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,54 @@ def compare(plan: Plan, structure: Structure | None = None, batch_size: int | No
 
 
 def check_fits(plan: Plan, structure: Structure | None = None, batch_size: int | None = None,
-               sketches: Mapping[str, Sketch] | None = None, hardware: Mapping[str, Any] | None = None) -> tuple[Difference, ...]:
-    """The differences that do not stand in the way. Raises PlanMismatchError naming each that does, with both values."""
+               sketches: Mapping[str, Sketch] | None = None, hardware: Mapping[str, Any] | None = None,
+               present: Sequence[str] = ()) -> tuple[Difference, ...]:
+    """The differences that do not stand in the way. `present` names the model's own tables, for the message.
+
+    Raises PlanMismatchError that says what kind of difference it is, and names the first that stand in the way, with both values.
+    """
     found = compare(plan, structure, batch_size, sketches, hardware)
     refused = [difference for difference in found if difference.grade == "refuse"]
     if refused:
-        lines = [f"{d.field}: saved {_text(d.saved)}, current {_text(d.current)}" for d in refused[:_SHOWN]]
-        more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-        raise PlanMismatchError(f"the plan for {plan.workload!r} does not fit: " + "; ".join(lines) + more,
+        assert structure is not None, "nothing else is refused"
+        raise PlanMismatchError(f"the plan for {plan.workload!r} does not fit: {_mismatch(plan.structure, structure, refused, present)}",
                                 tuple((d.field, d.saved, d.current) for d in refused))
     return found
+
+
+def _mismatch(saved: Structure, current: Structure, refused: Sequence[Difference], present: Sequence[str]) -> str:
+    """What differs in a sentence, and a few fields where they say more."""
+    tables = [table.name for table in saved.tables]
+    kinds = ", ".join(saved.optimizers), ", ".join(current.optimizers)
+    if not {table.name for table in current.tables} & set(tables):
+        here = [table.name for table in current.tables] or list(present)
+        lines = [f"it is made for another model: {_family(tables)}; this one has {_family(here)}"]
+        refused = [difference for difference in refused if difference.field == "optimizers"]
+    elif _in_another_order(saved, current, refused):
+        return f"the optimizers come in another order: saved {kinds[0]}, current {kinds[1]}"
+    else:
+        lines = []
+    lines += [f"{d.field}: saved {_text(d.saved)}, current {_text(d.current)}" for d in refused[:_SHOWN]]
+    more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+    return "; ".join(lines) + more
+
+
+def _in_another_order(saved: Structure, current: Structure, refused: Sequence[Difference]) -> bool:
+    """Whether nothing differs but where the optimizers stand in their sequence."""
+    held = [(d.saved, d.current) for d in refused if d.field.endswith(".optimizer")]
+    return (sorted(saved.optimizers) == sorted(current.optimizers)
+            and len(held) == sum(d.field != "optimizers" for d in refused)
+            and all(a is not None and b is not None and a[1:] == b[1:] for a, b in held))
+
+
+def _family(names: Sequence[str]) -> str:
+    """ "26: emb_l.*" for tables that lie side by side."""
+    if not names:
+        return "no tables"
+    paths = [name.split(".")[:-1] or [name] for name in names]
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    where = ".".join(shared) + ".*" if shared else ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} table{'s' * (len(names) != 1)}: {names[0] if len(names) == 1 else where}"
 
 
 def diff(a: Plan, b: Plan) -> tuple[Difference, ...]:
@@ -148,4 +187,12 @@ def _mapping_differences(where: str, saved: Mapping[str, Any], current: Mapping[
 def _text(value: Any) -> str:
     if value is None:
         return "nothing"
+    if isinstance(value, Table):
+        return f"a table of {value.rows:,} x {value.dim}"
+    if isinstance(value, Feature):
+        return f"a lookup into {value.table}"
+    if isinstance(value, Concat):
+        return f"a concatenation of {len(value.parts)}"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -12,15 +12,19 @@ from typing import Any
 from sparselift import canonical
 from sparselift.errors import PlanError
 from sparselift.hardware import hardware
-from sparselift.ir import POOLINGS, Graph, Structure
+from sparselift.ir import FORMS, INDEX_DTYPES, POOLINGS, TABLE_DTYPES, Feature, Graph, InputPath, Structure, Table
 from sparselift.lift import lift
-from sparselift.plan.evidence import Evidence
+from sparselift.plan.evidence import Evidence, Interval
 from sparselift.plan.show import show
 from sparselift.space import Config, Constraints, SearchSpace, config_problems, constraint_problems, equivalence_of
 from sparselift.stats import Sketch
-from sparselift.workload import Workload
+from sparselift.workload import USES, Workload, check_kind
 
 SCHEMA = 1
+
+_MAX_WHOLE = 2**63 - 1             # kernels count in 64 bits
+_MAX_WIDTH = 2**31 - 1             # columns of a concatenation's part, far beyond what memory holds
+_LONG_S = 1e9                      # above any step time in seconds, and any ratio of two
 
 _FIELDS = ("schema", "workload", "structure", "batch_size", "config", "equivalence", "certificate", "evidence", "sketches", "hardware",
            "constraints", "checksum")
@@ -92,7 +96,9 @@ class Plan:
         """
         try:
             return _decode(document)
-        except (ValueError, TypeError) as error:
+        except RecursionError as error:
+            raise PlanError("not a plan: nested too deeply") from error
+        except (ValueError, TypeError, ArithmeticError) as error:
             raise PlanError(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -104,11 +110,14 @@ class Plan:
         """Raises PlanError as `from_dict` and for a file that is not JSON, OSError for one that cannot be read."""
         content = Path(path).read_bytes()
         try:
-            return cls.from_dict(json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant))
+            return cls.from_dict(json.loads(content.decode("utf-8"), object_pairs_hook=_object, parse_int=_whole_number,
+                                            parse_constant=_refuse_constant))
         except UnicodeDecodeError as error:
             raise PlanError(f"{path}: not a plan: not UTF-8 text (byte {error.start})") from error
         except json.JSONDecodeError as error:
             raise PlanError(f"{path}: not a plan: not JSON: {error.msg}, line {error.lineno} column {error.colno}") from error
+        except RecursionError as error:
+            raise PlanError(f"{path}: not a plan: nested too deeply") from error
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
 
@@ -134,6 +143,12 @@ class Plan:
         }
 
 
+def check_plan(call: str, value: object) -> None:
+    """Raises TypeError unless `value` is a Plan."""
+    made_by = f"sl.Plan.load({os.fspath(value)!r})" if isinstance(value, (str, os.PathLike)) else "sl.Plan.load(path)"
+    check_kind(call, "plan", value, Plan, made_by)
+
+
 def default_plan(graph: Graph, constraints: Constraints | None = None, hardware: Mapping[str, Any] | None = None) -> Plan:
     """The plan that rules of thumb choose, unmeasured. Raises InfeasibleError where no config satisfies the constraints."""
     space = SearchSpace(graph, constraints)
@@ -150,6 +165,8 @@ def _decode(document: Any) -> Plan:
     canonical.check_names(document, list(_FIELDS), "plan")
     structure = canonical.decode(Structure, document["structure"], "structure")
     _check_structure(structure)
+    evidence = canonical.decode(Evidence, document["evidence"], "evidence")
+    _check_evidence(evidence)
     for name, kind in (("workload", str), ("batch_size", int), ("equivalence", str), ("sketches", dict), ("hardware", dict),
                        ("certificate", dict | None), ("checksum", str)):
         canonical.decode(kind, document[name], name)
@@ -157,7 +174,7 @@ def _decode(document: Any) -> Plan:
         document["workload"], structure, document["batch_size"], Config.from_dict(document["config"]),
         {name: _sketch(name, item) for name, item in document["sketches"].items()}, document["hardware"],
         Constraints.from_dict(document["constraints"]), document["certificate"],
-        canonical.decode(Evidence, document["evidence"], "evidence"),
+        evidence,
         edited=document["checksum"] != _checksum({name: value for name, value in document.items() if name != "checksum"}))
     if document["equivalence"] != plan.equivalence:
         raise ValueError(f"equivalence says {document['equivalence']!r}, but this config is {plan.equivalence!r}; "
@@ -167,22 +184,69 @@ def _decode(document: Any) -> Plan:
 
 def _check_structure(structure: Structure) -> None:
     """What every reader of a structure relies on. Raises ValueError."""
-    tables = [table.name for table in structure.tables]
-    features = [feature.name for feature in structure.features]
-    for kind, names in (("tables", tables), ("features", features)):
+    tables = {table.name: table for table in structure.tables}
+    features = {feature.name for feature in structure.features}
+    for kind in ("tables", "features", "concats"):
+        names = [each.name for each in getattr(structure, kind)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"structure.{kind} names {twice} twice")
+    if structure.world_size < 1:
+        raise ValueError(f"structure.world_size must be at least 1; got {structure.world_size}")
+    if unknown := sorted(set(structure.uses or ()) - USES):
+        raise ValueError(f"structure.uses may hold {sorted(USES)}; got {unknown}")
     for table in structure.tables:
-        if table.rows < 1 or table.dim < 1:
-            raise ValueError(f"structure.tables: {table.name} must have rows and dim of at least 1; got {table.rows} and {table.dim}")
+        _check_table(table, len(structure.optimizers))
     for feature in structure.features:
         if feature.table not in tables:
             raise ValueError(f"structure.features: {feature.name} looks into {feature.table!r}, which is no table")
-        if feature.pooling not in POOLINGS:
-            raise ValueError(f"structure.features: {feature.name}: pooling must be one of {list(POOLINGS)}; got {feature.pooling!r}")
+        _check_feature(feature, tables[feature.table].rows)
     for concat in structure.concats:
-        if unknown := sorted(set(concat.features) - set(features)):
-            raise ValueError(f"structure.concats: {concat.name} joins {unknown}, which are no features")
+        where = f"structure.concats: {concat.name}"
+        if unknown := sorted(set(concat.features) - features):
+            raise ValueError(f"{where} joins {unknown}, which are no features")
+        for width in concat.parts:
+            if isinstance(width, int) and not 0 <= width <= _MAX_WIDTH:
+                raise ValueError(f"{where}: parts must hold features and widths between 0 and {_MAX_WIDTH}; got {width}")
+
+
+def _check_table(table: Table, optimizers: int) -> None:
+    where = f"structure.tables: {table.name}"
+    if table.rows < 1 or table.dim < 1:
+        raise ValueError(f"{where} must have rows and dim of at least 1; got {table.rows} and {table.dim}")
+    if table.dtype not in TABLE_DTYPES:
+        raise ValueError(f"{where}: dtype must be one of {list(TABLE_DTYPES)}; got {table.dtype!r}")
+    if table.nbytes > _MAX_WHOLE:
+        raise ValueError(f"{where}: rows and dim must make a table of at most {_MAX_WHOLE} bytes; got {table.rows} and {table.dim}")
+    if table.optimizer is not None and not 0 <= table.optimizer.index < optimizers:
+        raise ValueError(f"{where}: optimizer.index must name one of {optimizers} optimizers; got {table.optimizer.index}")
+
+
+def _check_feature(feature: Feature, rows: int) -> None:
+    where = f"structure.features: {feature.name}"
+    for name, known in (("pooling", POOLINGS), ("form", FORMS), ("index_dtype", INDEX_DTYPES)):
+        if getattr(feature, name) not in known:
+            raise ValueError(f"{where}: {name} must be one of {list(known)}; got {getattr(feature, name)!r}")
+    if feature.call < 0:
+        raise ValueError(f"{where}: call must be at least 0; got {feature.call}")
+    if feature.padding_idx is not None and not 0 <= feature.padding_idx < rows:
+        raise ValueError(f"{where}: padding_idx must be null or in [0, {rows}); got {feature.padding_idx}")
+    for name in ("indices", "offsets", "weights"):
+        path: InputPath | None = getattr(feature, name)
+        if path is not None and path.keys[:1] not in (("args",), ("kwargs",)):
+            raise ValueError(f"{where}: {name}.keys must begin with 'args' or 'kwargs'; got {list(path.keys)}")
+
+
+def _check_evidence(evidence: Evidence) -> None:
+    """Times and ratios are scaled, and divided by."""
+    for name in ("native", "planned", "default", "speedup"):
+        interval: Interval | None = getattr(evidence, name)
+        if interval is not None and not all(0 < value < _LONG_S for value in (interval.low, interval.value, interval.high)):
+            raise ValueError(f"evidence.{name} must be above 0 and below {_LONG_S:g}; "
+                             f"got {interval.value} [{interval.low}, {interval.high}]")
+    for i, trial in enumerate(evidence.trials):
+        for name in ("ratio", "step_s", "low", "high"):
+            if (value := getattr(trial, name)) is not None and not 0 < value < _LONG_S:
+                raise ValueError(f"evidence.trials[{i}].{name} must be null, or above 0 and below {_LONG_S:g}; got {value}")
 
 
 def _sketch(name: str, document: Any) -> Sketch:
@@ -198,12 +262,34 @@ def _checksum(document: Mapping[str, Any]) -> str:
     return canonical.digest(document, 32)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         raise PlanError(f"the fields {sorted({name for name in names if names.count(name) > 1})} are given twice in one object")
+    for name, value in pairs:
+        _check_whole(name, value)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _TooLarge:
+    """A whole number that no field can hold, until the field is known."""
+
+    digits: int
+
+
+def _whole_number(text: str) -> int | _TooLarge:
+    digits = len(text.lstrip("-"))
+    return _TooLarge(digits) if digits > len(str(_MAX_WHOLE)) or abs(int(text)) > _MAX_WHOLE else int(text)
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if isinstance(value, _TooLarge):
+        raise PlanError(f"the field {name!r} holds a whole number of {value.digits} digits; the largest is {_MAX_WHOLE}")
+    if isinstance(value, list):
+        for item in value:
+            _check_whole(name, item)
 
 
 def _refuse_constant(name: str) -> Any:

@@ -9,7 +9,7 @@ from sparselift import canonical
 from sparselift.rewrites import Value
 
 TRIAL_STATES = ("complete", "pruned", "infeasible", "failed")
-STATUSES = ("unmeasured", "measured", "interrupted")
+STATUSES = ("unmeasured", "interrupted", "measured")         # from the weakest evidence to the strongest
 
 
 @dataclass(frozen=True, slots=True)

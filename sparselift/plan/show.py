@@ -107,7 +107,8 @@ def _made_for(plan: Plan) -> Iterator[tuple[str, str]]:
                        f"batch {plan.batch_size:,}; {' + '.join(plan.structure.optimizers)}")
     if plan.hardware:
         yield "machine", _scalars({name: plan.hardware[name] for name in _MACHINE if name in plan.hardware})
-    yield "certificate", _scalars(plan.certificate) if plan.certificate else "none yet: sparselift verify makes one"
+    if plan.config.path == "planned":
+        yield "certificate", _scalars(plan.certificate) if plan.certificate else "none yet: sparselift verify --out saves one"
 
 
 def _times(plan: Plan) -> Iterator[tuple[str, str]]:

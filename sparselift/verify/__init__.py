@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sparselift import canonical
-from sparselift.apply import current_structure
+from sparselift.apply import check_model_fits
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Structure
 from sparselift.kernels import get_backend
-from sparselift.plan import Plan, check_fits
+from sparselift.plan import Plan, check_plan
 from sparselift.schedule import Schedule, build_schedule
 from sparselift.verify.exact import ROUNDS, check_exact
 from sparselift.verify.real import check_real
 from sparselift.verify.twin import Rule, table_rules
-from sparselift.workload import Workload
+from sparselift.workload import Workload, check_workload
 
 __all__ = ["Certificate", "Certifier", "verify"]
 
@@ -67,10 +67,13 @@ def verify(plan: Plan, work: Workload, *, backend: str = "cpu", seed: int = 0) -
 
     Raises
     ------
+    TypeError           `plan` is no Plan, or `work` no Workload
     PlanMismatchError   the plan is for another model: names each field
     EquivalenceError    the planned step computes something else: names the first value that differs
     """
-    check_fits(plan, structure=current_structure(plan.structure, work.model, work.optimizers))
+    check_plan("verify", plan)
+    check_workload("verify", work)
+    check_model_fits(plan, work.model, work.optimizers)
     certifier = Certifier(work, plan.structure, plan.sketches, backend, seed)
     return certifier.certify(build_schedule(plan.structure, plan.config), plan.equivalence)
 

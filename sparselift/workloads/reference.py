@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sparselift.errors import SparseLiftError, WorkloadError
+from sparselift.errors import SparseLiftError, WorkloadError, WorkloadReferenceError
 from sparselift.workload import Workload
 from sparselift.workloads.dlrm import dlrm
 
@@ -32,9 +32,10 @@ def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Worklo
 
     Raises
     ------
-    WorkloadError  there is no such module, file or function; the function takes no such setting, or needs one that is not given; it
-                   fails, or returns something else than a Workload
-    DataError      and other errors of ours that the function raises
+    WorkloadReferenceError  there is no such module, file or function; the function takes no such setting, or needs one that is not
+                            given, or returns something else than a Workload
+    WorkloadError           the module, file or function raises
+    DataError               and other errors of ours that the function raises
     """
     function = BUILT_IN[reference] if reference in BUILT_IN else _find(reference)
     settings = dict(settings or {})
@@ -46,22 +47,22 @@ def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Worklo
     except Exception as error:
         raise WorkloadError(f"workload {reference!r} failed: {type(error).__name__}: {error}") from error
     if not isinstance(workload, Workload):
-        raise WorkloadError(f"workload {reference!r} must return a sparselift.Workload; got {type(workload).__name__}")
+        raise WorkloadReferenceError(f"workload {reference!r} must return a sparselift.Workload; got {type(workload).__name__}")
     return workload
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
     """Settings from "key=value" texts. A value is a Python literal where it reads as one, else the text itself.
 
-    Raises WorkloadError for a text without "=", a key that is no identifier, or a key given twice.
+    Raises WorkloadReferenceError for a text without "=", a key that is no identifier, or a key given twice.
     """
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key.isidentifier():
-            raise WorkloadError(f"a setting must read key=value; got {pair!r}")
+            raise WorkloadReferenceError(f"a setting must read key=value; got {pair!r}")
         if key in settings:
-            raise WorkloadError(f"setting {key!r} is given twice")
+            raise WorkloadReferenceError(f"setting {key!r} is given twice")
         try:
             settings[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -72,16 +73,17 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
 def _find(reference: str) -> Callable[..., Any]:
     place, _, name = reference.rpartition(":")
     if not place or not name:
-        raise WorkloadError(f"a workload is one of {sorted(BUILT_IN)}, package.module:function or path/to/file.py:function; "
-                            f"got {reference!r}")
+        raise WorkloadReferenceError(f"a workload is one of {sorted(BUILT_IN)}, package.module:function or path/to/file.py:function; "
+                                     f"got {reference!r}")
     is_file = place.endswith(".py") or "/" in place or os.sep in place
     module = _load_file(reference, Path(place)) if is_file else _import(reference, place)
     try:
         function = getattr(module, name)
     except AttributeError:
-        raise WorkloadError(f"workload {reference!r}: {place} has no {name!r}") from None
+        raise WorkloadReferenceError(f"workload {reference!r}: {place} has no {name!r}") from None
     if not callable(function):
-        raise WorkloadError(f"workload {reference!r}: {name} must be a function that returns a Workload; got {type(function).__name__}")
+        raise WorkloadReferenceError(f"workload {reference!r}: {name} must be a function that returns a Workload; "
+                                     f"got {type(function).__name__}")
     return function
 
 
@@ -91,7 +93,7 @@ def _import(reference: str, module: str) -> ModuleType:
             return importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-                raise WorkloadError(f"workload {reference!r}: there is no module {error.name!r}") from error
+                raise WorkloadReferenceError(f"workload {reference!r}: there is no module {error.name!r}") from error
             raise WorkloadError(f"workload {reference!r}: importing {module} failed: {error}") from error
         except Exception as error:
             raise WorkloadError(f"workload {reference!r}: importing {module} failed: {type(error).__name__}: {error}") from error
@@ -99,11 +101,11 @@ def _import(reference: str, module: str) -> ModuleType:
 
 def _load_file(reference: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise WorkloadError(f"workload {reference!r}: there is no file {str(path)!r}")
+        raise WorkloadReferenceError(f"workload {reference!r}: there is no file {str(path)!r}")
     path = path.resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise WorkloadError(f"workload {reference!r}: {str(path)!r} is no Python file")
+        raise WorkloadReferenceError(f"workload {reference!r}: {str(path)!r} is no Python file")
     # As `python path/to/file.py` has it: the file's folder is searched, and pickling finds the module by its name.
     module = importlib.util.module_from_spec(spec)
     hidden = sys.modules.get(path.stem)
@@ -142,7 +144,7 @@ def _check_settings(reference: str, function: Callable[..., Any], settings: Mapp
     accepted = f"it accepts {', '.join(named) or 'none'}"
     for name in settings:
         if name not in named and not takes_any:
-            raise WorkloadError(f"workload {reference!r} has no setting {name!r}; {accepted}")
+            raise WorkloadReferenceError(f"workload {reference!r} has no setting {name!r}; {accepted}")
     for name in named:
         if name not in settings and parameters[name].default is parameters[name].empty:
-            raise WorkloadError(f"workload {reference!r} needs the setting {name!r}; {accepted}")
+            raise WorkloadReferenceError(f"workload {reference!r} needs the setting {name!r}; {accepted}")

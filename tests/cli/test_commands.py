@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import sparselift
 from sparselift import Plan
 from sparselift.cli import main
+from sparselift.cli.tune import summary
+from sparselift.lift import lift
+from sparselift.plan import Evidence, Interval, TrialRecord, default_plan
+from sparselift.space import Config
+from sparselift.workloads import resolve
 from tests.cli.conftest import TINY, Ran
 
 Run = Callable[..., Ran]
@@ -62,12 +70,45 @@ def test_tune_prints_times_equivalence_and_next_steps(run: Run, tmp_path: Path) 
     assert Plan.load(tmp_path / "p.json").constraints.pin == {"path": "planned"}
 
 
+@pytest.mark.parametrize(("search", "path", "text"), [
+    ("timeout", "planned", "Stopped after 5 of 9 trials: the timeout. The same command goes on."),
+    ("exhausted", "planned", "Stopped after 5 of 9 trials: there is nothing new to try."),
+    ("complete", "planned", 'sl.apply(sl.Plan.load("p.json"), model, optimizer)'),
+    ("complete", "native", "A native plan changes nothing: train as before."),
+    ("interrupted", "native", "the same command goes on from there.")])
+def test_the_summary_says_why_the_search_ended_and_what_to_do(tuned: Path, search: str, path: str, text: str) -> None:
+    trials = tuple(TrialRecord(number, "tpe", {}, "complete" if number else "failed", 1.0) for number in range(6))
+    plan = replace(Plan.load(tuned), config=Config.native(), certificate=None, evidence=Evidence("measured", trials=trials))
+    if path == "planned":
+        plan = replace(default_plan(lift(resolve(WORK))), evidence=plan.evidence)
+    shown = summary(plan, Path("p.json"), search, 9)
+    assert text in shown
+    assert ("Stopped after" in shown) == (search in ("timeout", "exhausted"))
+
+
 def test_tune_again_measures_nothing_twice(run: Run) -> None:
     first = run("tune", WORK, "--trials", "3", "--json")
     second = run("tune", WORK, "--trials", "3", "--json")
     assert first.code == second.code == 0
     trials = [[trial["number"] for trial in ran.document["data"]["plan"]["evidence"]["trials"]] for ran in (first, second)]
     assert trials[0] == trials[1]
+
+
+@pytest.mark.parametrize(("there", "new", "kept"), [
+    (("measured", 1.2), ("interrupted", 1.5), True), (("interrupted", 1.2), ("unmeasured", None), True),
+    (("interrupted", 1.2), ("interrupted", 1.1), True), (("interrupted", 1.2), ("interrupted", 1.3), False),
+    (("unmeasured", None), ("interrupted", None), False)])
+def test_an_interrupted_search_never_makes_the_plan_file_worse(run: Run, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                               there: tuple[str, Any], new: tuple[str, Any], kept: bool) -> None:
+    def plan(status: str, speedup: float | None) -> Plan:
+        return replace(Plan.load(tuned), evidence=Evidence(status, speedup=speedup and Interval(speedup, 1.0, 2.0)))
+
+    plan(*there).save(tmp_path / "plan.json")
+    before = (tmp_path / "plan.json").read_bytes()
+    monkeypatch.setattr("sparselift.tuning.tune", lambda *_, **__: SimpleNamespace(plan=plan(*new), status="interrupted"))
+    ran = run("tune", WORK)
+    assert (ran.code, "stays as it was" in ran.out) == (1, kept)
+    assert ((tmp_path / "plan.json").read_bytes() == before) == kept
 
 
 def test_tune_takes_constraints(run: Run, tmp_path: Path) -> None:
@@ -97,7 +138,9 @@ def test_diff_of_a_plan_with_itself_and_with_an_edited_one(run: Run, tuned: Path
 
 
 def test_check_of_the_machine_alone_and_with_the_workload(run: Run, tuned: Path) -> None:
-    assert "the plan fits this machine" in run("check", tuned).out
+    alone = run("check", tuned).out
+    assert "the plan fits this machine" in alone
+    assert "_version" not in alone, "saved and current versions are equal"
     ran = run("check", tuned, WORK)
     assert ran.code == 0
     assert "the plan fits this machine and tiny" in ran.out
@@ -126,6 +169,19 @@ def test_verify_prints_the_certificate(run: Run, tuned: Path) -> None:
     ran = run("verify", tuned, WORK)
     assert ran.code == 0
     assert run("verify", tuned, WORK, "--json").document["data"]["certificate"]["equivalence"] == Plan.load(tuned).equivalence
+
+
+def test_verify_says_its_verdict_first_and_saves_the_certificate(run: Run, tmp_path: Path) -> None:
+    plan = default_plan(lift(resolve(WORK)))
+    plan.save(tmp_path / "plan.json")
+    assert "certificate  none yet: sparselift verify --out saves one" in run("show", "plan.json").out
+    assert run("verify", "plan.json", WORK, "--out", "plan.json").out.startswith(f"holds: {plan.equivalence}, kernels cpu")
+    saved = Plan.load(tmp_path / "plan.json")
+    assert saved.certificate is not None and saved.config == plan.config and not saved.edited
+    assert "none yet" not in run("show", "plan.json").out
+    replace(plan, config=Config.native()).save(tmp_path / "native.json")
+    assert run("verify", "native.json", WORK).out == "nothing to verify: the plan is native\n"
+    assert "certificate" not in run("show", "native.json").out
 
 
 def test_verify_of_a_plan_for_another_model_is_refused(run: Run, tuned: Path) -> None:

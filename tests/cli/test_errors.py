@@ -101,6 +101,14 @@ def test_an_error_in_the_workloads_own_code_names_its_type(run: Run) -> None:
     refused(run("lift", f"{TINY}:broken_step"), 1, "ZeroDivisionError: division by zero")
 
 
+@pytest.mark.parametrize(("function", "text"), [
+    ("broken_function", "failed: ValueError: no data here: neither there; nor elsewhere\n"),
+    ("broken_arguments", "step must be a function")])
+def test_a_workload_whose_code_raises_is_no_usage_error(run: Run, function: str, text: str) -> None:
+    refused(run("lift", f"{TINY}:{function}"), 1, text)
+    assert run("lift", f"{TINY}:{function}", "--json").document["status"] == "error"
+
+
 def test_debug_shows_where(run: Run) -> None:
     ran = run("lift", f"{TINY}:broken_step", "--debug")
     assert ran.code == 1
@@ -114,6 +122,14 @@ def test_a_file_that_is_no_plan(run: Run, tmp_path: Path, command: str, content:
     (tmp_path / "plan.json").write_text(content)
     refused(run(command, "plan.json"), 1, "plan.json")
     assert (tmp_path / "plan.json").read_text() == content
+
+
+@pytest.mark.parametrize("command", [["show"], ["explain"], ["check"], ["diff", "plan.study"]])
+def test_a_study_in_the_place_of_a_plan_names_its_plan(run: Run, tuned: Path, tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "plan.study").write_bytes(tuned.with_suffix(".study").read_bytes())
+    refused(run(*command, "plan.study"), 1, "plan.study: this is a study; sparselift report reads it")
+    (tmp_path / "plan.json").write_bytes(tuned.read_bytes())
+    refused(run(*command, "plan.study"), 1, "plan.study: this is a study; its plan is plan.json")
 
 
 def test_a_plan_edited_into_something_illegal(run: Run, tuned: Path, tmp_path: Path) -> None:

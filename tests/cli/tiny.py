@@ -55,3 +55,12 @@ def broken_step() -> Workload:
 
 def not_a_workload() -> Any:
     return {"model": None}
+
+
+def broken_function() -> Workload:
+    raise ValueError("no data here:\n  neither there\n\n  nor elsewhere")
+
+
+def broken_arguments() -> Workload:
+    made = work()
+    return Workload("broken", made.model, made.optimizer, None, made.batches)  # type: ignore[arg-type]

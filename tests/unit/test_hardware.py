@@ -15,6 +15,7 @@ def test_this_machine():
     here = hardware()
     assert here.cpu and here.architecture and 1 <= here.cores <= os.cpu_count()
     assert here.torch_version == torch.__version__ and here.torch_threads == torch.get_num_threads()
+    assert type(here.torch_version) is str, "a TorchVersion is no plain value, and equals none from a file"
     assert json.loads(json.dumps(here.to_dict())) == here.to_dict()
     assert here.cache_bytes <= here.cores * (here.l2_bytes + (4 << 20))
 

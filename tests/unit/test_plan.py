@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,10 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (b'{"schema": 1}', "plan lacks the field 'workload', lacks the field 'structure'"),
     (b'{"a": 1, "a": 2}', r"the fields \['a'\] are given twice"),
     (b'{"a": NaN}', "NaN is no JSON number"),
+    (b"[" * 200_000, "nested too deeply"),
+    (b'{"certificate": ' * 900 + b"1" + b"}" * 900, "nested too deeply|lacks the field"),
+    (b'{"schema": ' + b"9" * 6000 + b"}", "'schema' holds a whole number of 6000 digits"),
+    (b'{"keys": [[1, 9223372036854775808]]}', "'keys' holds a whole number of 19 digits"),
 ])
 def test_what_is_no_plan_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "plan.json"
@@ -145,6 +149,20 @@ ILLEGAL: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["structure"]["features"][0].update(pooling="max"), "pooling must be one of .*; got 'max'"),
     (lambda d: d["structure"]["features"][0].update(indices={"keys": [1.5], "select": None}), r"structure.features\[0\].indices.keys\[0\]"),
     (lambda d: d["structure"]["concats"][0]["parts"].append("gone"), r"cat joins \['gone'\], which are no features"),
+    (lambda d: d["structure"]["concats"][0]["parts"].append(2**63 - 1), "cat: parts must hold .*; got 9223372036854775807"),
+    (lambda d: d["structure"]["concats"][0]["parts"].append(-1), "cat: parts must hold .*; got -1"),
+    (lambda d: d["structure"]["tables"][0].update(dtype="flo032"), "bags.0.weight: dtype must be one of .*; got 'flo032'"),
+    (lambda d: d["structure"]["tables"][0].update(rows=2**62), "bags.0.weight: rows and dim must make a table of at most"),
+    (lambda d: d["structure"]["tables"][0]["optimizer"].update(index=1), "optimizer.index must name one of 1 optimizers; got 1"),
+    (lambda d: d["structure"]["features"][0].update(form="bag"), "bags.0: form must be one of .*; got 'bag'"),
+    (lambda d: d["structure"]["features"][0].update(index_dtype="int16"), "bags.0: index_dtype must be one of .*; got 'int16'"),
+    (lambda d: d["structure"]["features"][0].update(padding_idx=100), r"bags.0: padding_idx must be null or in \[0, 100\); got 100"),
+    (lambda d: d["structure"]["features"][0].update(indices={"keys": [], "select": None}), "indices.keys must begin with 'args'"),
+    (lambda d: d["structure"].update(uses=["magic"]), r"structure.uses may hold .*; got \['magic'\]"),
+    (lambda d: d["structure"].update(world_size=0), "structure.world_size must be at least 1; got 0"),
+    (lambda d: d["sketches"]["big"]["unique_curve"][-1].__setitem__(1, 0), "sketches.big: .*'unique_curve' .*at least 1"),
+    (lambda d: d["sketches"]["big"].update(bags=-1), "sketches.big: .*'bags' must hold counts; got -1"),
+    (lambda d: d["evidence"].update(native={"value": 0, "low": 0, "high": 0}), "evidence.native must be above 0"),
     (lambda d: d["structure"]["tables"].append(d["structure"]["tables"][0]), "structure.tables names .* twice"),
     (lambda d: d["sketches"].update(big=3), "sketches.big must be an object; got 3"),
     (lambda d: d["sketches"]["big"].update(bags="x"), "sketches.big: .*'bags' must hold integers"),
@@ -163,6 +181,32 @@ ILLEGAL: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 def test_a_plan_edited_into_something_illegal_is_refused_with_the_reason(change: Callable[[dict[str, Any]], Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Plan.from_dict(edit(plan().to_dict(), change))
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of everything in a document."""
+    yield path
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from leaves(item, (*path, key))
+
+
+def test_a_plan_with_any_one_value_replaced_is_refused_or_can_be_shown() -> None:
+    original = measured()
+    document = original.to_dict()
+    document["evidence"]["trials"] = document["evidence"]["trials"][:2]
+    for path in leaves(document):
+        for value in (None, "x", [], {}, -1, 0, 99, 1e308, 10**400):
+            changed = copy.deepcopy(document)
+            place: Any = changed
+            for key in path[:-1]:
+                place = place[key]
+            if path:
+                place[path[-1]] = value
+            try:
+                read = Plan.from_dict(changed if path else value)
+            except PlanError:
+                continue
+            str(read), explain(read), diff(original, read), compare(read, original.structure, 1, original.sketches, HARDWARE)
 
 
 def test_a_plan_edited_into_something_legal_is_read_and_noted(tmp_path: Path) -> None:
@@ -260,9 +304,36 @@ def test_long_refusals_are_cut_but_none_is_lost() -> None:
     tables = [table(f"t{i}", 10) for i in range(50)]
     g = graph(tables, [feature(f"f{i}", f"t{i}") for i in range(50)])
     structure = replace(g.structure, tables=tuple(replace(t, dim=8) for t in g.structure.tables))
-    with pytest.raises(PlanMismatchError, match="; and 30 more") as caught:
+    with pytest.raises(PlanMismatchError, match="; and 45 more") as caught:
         check_fits(default_plan(g), structure)
     assert len(caught.value.differences) == 50
+
+
+def test_a_plan_of_another_model_is_told_in_a_sentence() -> None:
+    saved = graph([table(f"emb_l.{i}.weight", 10) for i in range(26)], [feature(f"f{i}", f"emb_l.{i}.weight") for i in range(26)])
+    other = graph([table(f"tables.{i}.weight", 10, optimizer=ADAGRAD) for i in range(5)],
+                  [feature(f"f{i}", f"tables.{i}.weight") for i in range(5)])
+    message = (r"the plan for 'example' does not fit: it is made for another model: 26 tables: emb_l.\*; this one has 5 tables: tables.\*; "
+               "optimizers: saved SGD, current Adagrad$")
+    with pytest.raises(PlanMismatchError, match=message):
+        check_fits(default_plan(saved), other.structure)
+    gone = replace(saved.structure, tables=(), features=())
+    with pytest.raises(PlanMismatchError, match=r"this one has 1 table: bag.weight$"):
+        check_fits(default_plan(saved), gone, present=["bag.weight"])
+    with pytest.raises(PlanMismatchError, match=r"this one has no tables$"):
+        check_fits(default_plan(saved), gone)
+    with pytest.raises(PlanMismatchError, match=r"tables.emb_l.1.weight: saved a table of 10 x 16, current nothing; ") as caught:
+        check_fits(default_plan(saved), replace(saved.structure, tables=saved.structure.tables[:1], features=()))
+    assert "Table(" not in str(caught.value) and "Feature(" not in str(caught.value)
+
+
+def test_optimizers_in_another_order_are_told_so() -> None:
+    saved = small_graph().structure
+    second = replace(saved.tables[0].optimizer, index=1)
+    mine = replace(default_plan(small_graph()), structure=replace(saved, optimizers=("SGD", "Adam")))
+    swapped = replace(saved, optimizers=("Adam", "SGD"), tables=tuple(replace(t, optimizer=second) for t in saved.tables))
+    with pytest.raises(PlanMismatchError, match=r"does not fit: the optimizers come in another order: saved SGD, Adam, current Adam, SGD$"):
+        check_fits(mine, swapped)
 
 
 def test_diff_sorts_by_what_a_difference_is_about() -> None:

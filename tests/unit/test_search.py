@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import signal
 import weakref
 
@@ -382,6 +383,22 @@ def test_a_resumed_search_goes_on_where_it_ended(work, tmp_path):
     assert trial_records(path) == again.records
 
 
+@pytest.mark.parametrize(("good", "bad"), [
+    (r'"speedup":\[[^]]*\]', '"speedup":[1,"x",1]'), (r'"native_s":\[[^]]*\]', '"native_s":[]'), (r'"values":\[[^]]*\]', '"values":["x"]'),
+    (r'"confirmed":[0-9.]+', '"confirmed":{}'), (r'"pruned":false', '"pruned":3'), (r'"certificate":\{[^}]*\}', '"certificate":1'),
+    (r'"seeds":\[\[', '"seeds":["xy",[')])
+def test_damaged_facts_are_named_to_every_reader(work, tmp_path, good, bad):
+    path = tmp_path / "s"
+    run(work, storage=path, trials=3)
+    text, changes = re.subn(good, bad, path.read_text(), count=1)
+    assert changes
+    path.write_text(text)
+    for read in (lambda: trial_records(path), lambda: run(work, storage=path, trials=4)):
+        with pytest.raises(SparseLiftError, match="damaged") as error:
+            read()
+        assert str(path) in str(error.value)
+
+
 def test_other_constraints_are_another_study(work, tmp_path):
     path = tmp_path / "s"
     run(work, storage=path, trials=5)
@@ -404,6 +421,20 @@ def test_ctrl_c_in_a_trial_keeps_what_was_measured(work, tmp_path, at):
     again = run(work, storage=path, trials=12)
     assert again.status == "complete"
     assert sum(record.state in ("complete", "pruned") for record in again.records) == 12
+
+
+def test_ctrl_c_in_a_resumed_search_keeps_certificate_and_confirmed_speedup(work, tmp_path):
+    class Flattering(Timer):
+        def __call__(self, incumbent, candidate, *, prune_below=0.0, bar=None, thorough=False):
+            found = super().__call__(incumbent, candidate, prune_below=prune_below, bar=bar, thorough=thorough)
+            return found if bar or thorough or candidate.path == "native" else comparison(9.0, 0.010)
+
+    path = tmp_path / "s"
+    first = run(work, Flattering(), storage=path, trials=2).plan
+    again = run(work, Timer(hooks={1: interrupt}), storage=path, trials=12)
+    assert (again.status, again.plan.config) == ("interrupted", first.config)
+    assert again.plan.certificate == first.certificate == {"checked": True}
+    assert again.plan.evidence.speedup.value == pytest.approx(first.evidence.speedup.value), "not the trial's own nine"
 
 
 def test_ctrl_c_in_the_last_measurements_keeps_the_best_by_its_trial(work):
@@ -468,7 +499,8 @@ def test_progress_tells_every_trial(work):
     assert told.log[-1] == "end"
     assert len(told.log) == 7
     assert "default" in told.log[2][0] and "1.38x" in told.log[2][0]
-    assert told.log[2][1] == "best 1.38x, trial 1"
+    assert told.log[1][0].endswith("1.00x, and [1.00, 1.00] against itself: the noise")
+    assert [entry[1] for entry in told.log[1:3]] == ["best: native", "best: trial 1, confirmed 1.38x"]
 
 
 # With real steps.

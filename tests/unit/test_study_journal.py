@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import multiprocessing
@@ -101,8 +102,54 @@ def test_another_kind_of_file_is_refused_and_left_alone(tmp_path, content):
 def test_records_that_contradict_each_other_are_refused(tmp_path):
     path = tmp_path / "s"
     path.write_bytes(b'{"op_code":4,"worker_id":"w"}\n')
-    with pytest.raises(SparseLiftError, match="damaged"):
+    with pytest.raises(SparseLiftError, match=r"study file .*/s is damaged: .*\(line 1\)"):
         study.open_storage(path)
+
+
+def leaves(value, path=()):
+    """Paths of everything in a record."""
+    if path:
+        yield path
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from leaves(item, (*path, key))
+
+
+def damaged(path):
+    """Write copies of a study file in which one value is another, one after the other; the places of each record kind are tried once."""
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    seen = set()
+    for number, record in enumerate(records):
+        for place in leaves(record):
+            kind = (record["op_code"], *place)
+            for value in (None, "x", [], {}, -1, 1, 99) if kind not in seen else ():
+                changed = copy.deepcopy(record)
+                inner = changed
+                for key in place[:-1]:
+                    inner = inner[key]
+                inner[place[-1]] = value
+                lines = [*records[:number], changed, *records[number + 1:]]
+                path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+                yield
+            seen.add(kind)
+
+
+def test_a_study_with_any_one_value_replaced_is_refused_by_name_or_read(tmp_path):
+    path = tmp_path / "s"
+    space = {"x": (0.0, 1.0), "way": ["a", "b"]}
+
+    def some_infeasible(params):
+        return study.Infeasible("no") if params["way"] == "b" else study.Measured(params["x"], {"seen": [1]})
+
+    study.run(space, some_infeasible, study.open_storage(path), trials=2, seeds=[{"x": 0.5, "way": "b"}], about={"what": "test"})
+    refused = 0
+    for _ in damaged(path):
+        for read in (lambda: study.read_studies(str(path)), lambda: study.run(space, some_infeasible, str(path), trials=3)):
+            try:
+                read()
+            except SparseLiftError as error:
+                assert str(path) in str(error)
+                refused += 1
+    assert refused > 100
 
 
 def test_an_empty_file_is_a_new_study(tmp_path):

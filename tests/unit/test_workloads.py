@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from sparselift.apply import apply
 from sparselift.errors import DataError, WorkloadError
+from sparselift.lift import lift
 from sparselift.optim import RowWiseAdagrad
+from sparselift.plan import Plan
+from sparselift.verify import verify
 from sparselift.workload import Workload
 from sparselift.workloads import BUILT_IN, dlrm, parse_settings, resolve
 
@@ -154,3 +159,46 @@ def test_a_log_gives_full_batches_and_its_own_tables(tmp_path: Path) -> None:
 def test_wrong_arguments_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dlrm(**SMALL | settings)
+
+
+def small_work(**changes):
+    model = torch.nn.Linear(3, 1)
+    arguments = {"name": "mine", "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+                 "step": lambda model, batch: model(batch).sum(), "batches": [torch.ones(2, 3)] * 100}
+    return Workload(**arguments | changes)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"step": None}, "step must be a function .*it is what is lifted; got None"),
+    ({"train_step": 3}, "train_step must be a function .*got 3"),
+    ({"batches": (torch.ones(2, 3) for _ in range(3))}, "a list, or a callable that returns an iterator.*got generator"),
+    ({"batches": iter([1])}, "a list, or a callable that returns an iterator"),
+    ({"batches": 3}, "a list, or a callable that returns an iterator.*got int"),
+])
+def test_a_workload_checks_its_arguments(changes, message) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        small_work(**changes)
+
+
+def test_the_repr_of_a_workload_is_short() -> None:
+    assert repr(small_work()) == "<Workload 'mine': Linear, SGD, 100 batches>"
+    assert repr(small_work(batches=lambda: iter([1]))) == "<Workload 'mine': Linear, SGD, batches from a callable>"
+
+
+def test_the_loop_of_the_page_lifts_trains_and_holds() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()
+    scope: dict = {}
+    exec(page.split("# clicks.py\n", 1)[1].split("```", 1)[0], scope)
+    work = scope["work"](batch_size=32)
+    assert lift(work).structure.uses == ("accumulate", "clip")
+    plan = Plan.default(work)
+    assert plan.config.path == "planned"
+    assert verify(plan, work).equivalence == plan.equivalence
+    batch = work.take(1)[0]
+    twin = copy.deepcopy(work.model)
+    apart = [torch.optim.SGD(twin.head.parameters(), lr=0.1), torch.optim.Adagrad(twin.bags.parameters(), lr=0.05)]
+    work.train(twin, apart, batch)
+    apply(plan, work.model, work.optimizer)
+    work.train(work.model, work.optimizer, batch)
+    for planned, native in zip(work.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(planned, native)
