@@ -25,10 +25,13 @@ def vector_norm(grad: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = F
 
 
 def clamp_(grad: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
-    """As torch.clamp_ of the dense gradient. Raises ValueError where that would move elements that are not stored."""
+    """As torch.clamp_ of the dense gradient.
+
+    Raises NotImplementedError, as torch does for any sparse one, where that would move elements that are not stored.
+    """
     low, high = -math.inf if min is None else min, math.inf if max is None else max
     if not low <= 0 <= high:
-        raise ValueError(f"clamp of a sparse gradient must leave zeros as they are; got min={min} and max={max}")
+        raise NotImplementedError(f"clamp of a sparse gradient must leave zeros as they are; got min={min} and max={max}")
     summed = grad.coalesce()
     return grad.copy_(torch.sparse_coo_tensor(summed.indices(), summed.values().clamp(low, high), grad.shape, is_coalesced=True,
                                               check_invariants=False))

@@ -114,6 +114,9 @@ class DroppedRowInUpdate(Faulty):
     """One touched row of the first table keeps its value."""
 
     def update(self, tables: Sequence[Tensor], states: Any, rules: Any, segments: Any) -> None:
+        if rules[0] is None:
+            self.inner.update(tables, states, rules, segments)
+            return
         row = int(self.inner.coalesced_grad(0, segments)[0][0])
         kept = tables[0][row].clone()
         self.inner.update(tables, states, rules, segments)
