@@ -197,23 +197,23 @@ MODELS = [
 ]
 
 
-def assert_trains_alike(model: nn.Module, compiled: nn.Module, batches: list[tuple[Tensor, ...]]) -> None:
-    """Forward, backward and a step on each batch: the same but for the order in which a compiler sums the dense part."""
+def assert_trains_alike(model: nn.Module, compiled: nn.Module, batches: list[tuple[Tensor, ...]], rtol: float = 1.3e-6) -> None:
+    """Forward, backward and a step on each batch."""
     sides = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, compiled)]
     for batch in batches:
         results = []
         for side, optimizer in sides:
             given = [each.clone().requires_grad_() if each.is_floating_point() else each for each in batch]
             out = side(*given)
-            out.mean().backward()
+            out.sum().backward()
             results.append([out.detach(), *(each.grad for each in given if each.is_floating_point()),
                             *(weight.grad.to_dense() for weight in side.parameters())])
             optimizer.step()
             optimizer.zero_grad()
         for ours, want in zip(*results, strict=True):
-            torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours, want, rtol=rtol, atol=1e-5)
     for mine, other in zip(model.parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, other, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -231,7 +231,8 @@ def test_one_graph_serves_every_batch_size(kind: type, options: dict[str, Any], 
 def test_inductor_computes_the_same(kind: type, options: dict[str, Any], batch: Any) -> None:
     model = kind(**options)
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, dynamic=True)
-    assert_trains_alike(model, compiled, [batch(size) for size in (4, 6)])
+    # The compiler sums the dense layer, and multiplies and adds, in an order of its own.
+    assert_trains_alike(model, compiled, [batch(size) for size in (4, 6)], rtol=1e-4)
 
 
 def test_functional_forms_compile() -> None:
