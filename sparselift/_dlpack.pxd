@@ -99,3 +99,33 @@ cdef inline int view_through_python(object tensor, View* view) except -1:
     for i, (size, stride) in enumerate(zip(array.shape, array.strides)):
         view.shape[i], view.strides[i] = size, stride
     return 0
+
+
+cdef inline bint has_memory(sl_dl_exchange* exchange, object tensor, View* view) except -1:
+    """Whether a torch tensor has plain memory on the CPU; then fills `view`."""
+    try:
+        view_tensor(exchange, tensor, view)
+    except (RuntimeError, TypeError, BufferError):
+        return False
+    return view.on_cpu
+
+
+cdef inline bint is_int(const View* view):
+    return view.code == SL_DL_INT and (view.bits == 64 or view.bits == 32)
+
+
+cdef inline bint is_float(const View* view):
+    return view.code == SL_DL_FLOAT and view.bits == 32
+
+
+cdef inline bint is_matrix(const View* view, int64_t rows, int64_t columns):
+    """(rows, columns) float32 with last stride 1; without rows, strides mean nothing."""
+    return (is_float(view) and view.ndim == 2 and view.shape[0] == rows and view.shape[1] == columns
+            and (view.strides[1] == 1 or columns == 1 or rows == 0))
+
+
+cdef inline bint is_dense(const View* view, int64_t rows, int64_t columns):
+    """(rows, columns) float32, contiguous; (rows,) where columns is 0."""
+    if columns == 0:
+        return is_float(view) and view.ndim == 1 and view.shape[0] == rows and (view.strides[0] == 1 or rows <= 1)
+    return is_matrix(view, rows, columns) and (view.strides[0] == columns or rows <= 1)

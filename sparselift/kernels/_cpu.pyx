@@ -7,7 +7,7 @@ from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_ITEM, PySeque
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from sparselift._dlpack cimport SL_DL_FLOAT, SL_DL_INT, View, exchange_of, sl_dl_exchange, view_tensor
+from sparselift._dlpack cimport View, exchange_of, has_memory, is_dense, is_float, is_int, is_matrix, sl_dl_exchange
 
 from threading import Lock
 
@@ -88,34 +88,7 @@ cdef inline object item(object fast, Py_ssize_t position):
 
 cdef inline bint viewed(object tensor, View* view) except -1:
     """Whether `tensor` is a tensor with plain memory on the CPU; then fills `view`."""
-    if not PyObject_TypeCheck(tensor, tensor_type):
-        return False
-    try:
-        view_tensor(exchange, tensor, view)
-    except (RuntimeError, TypeError, BufferError):
-        return False
-    return view.on_cpu
-
-
-cdef inline bint is_int(const View* view):
-    return view.code == SL_DL_INT and (view.bits == 64 or view.bits == 32)
-
-
-cdef inline bint is_float(const View* view):
-    return view.code == SL_DL_FLOAT and view.bits == 32
-
-
-cdef inline bint is_matrix(const View* view, int64_t rows, int64_t columns):
-    """(rows, columns) float32 with last stride 1; without rows, strides mean nothing."""
-    return (is_float(view) and view.ndim == 2 and view.shape[0] == rows and view.shape[1] == columns
-            and (view.strides[1] == 1 or columns == 1 or rows == 0))
-
-
-cdef inline bint is_dense(const View* view, int64_t rows, int64_t columns):
-    """(rows, columns) float32, contiguous; (rows,) where columns is 0."""
-    if columns == 0:
-        return is_float(view) and view.ndim == 1 and view.shape[0] == rows and (view.strides[0] == 1 or rows <= 1)
-    return is_matrix(view, rows, columns) and (view.strides[0] == columns or rows <= 1)
+    return PyObject_TypeCheck(tensor, tensor_type) and has_memory(exchange, tensor, view)
 
 
 def refuse(str what):

@@ -1,10 +1,14 @@
 """The loops over tables that run in every step. In Python they cost more than the kernels of a small batch.
 
-Nothing here touches memory of a tensor; every fact is read through torch's public attributes.
+Nothing here touches memory of a tensor; every fact is read through torch's public interfaces.
 """
 
 from cpython.object cimport PyObject
-from torch import Tensor, float32, is_grad_enabled
+from libc.stdint cimport int64_t
+
+from sparselift._dlpack cimport View, exchange_of, has_memory, is_dense, sl_dl_exchange
+
+from torch import Tensor, is_grad_enabled
 from torch.nn import Parameter
 
 from sparselift.grad import GradState, PendingGrad, accumulated
@@ -12,6 +16,9 @@ from sparselift.grad import GradState, PendingGrad, accumulated
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
+
+
+cdef sl_dl_exchange* exchange = exchange_of(Tensor)
 
 
 cpdef long long version_of(tensor) except? -3:
@@ -272,9 +279,15 @@ cdef class Arranged:
     cdef readonly bint sparse
 
 
-cpdef bint is_table(weight, shape) except -1:
+def is_table(weight, shape):
     """Whether a weight is what kernels update: a contiguous float32 matrix of this shape on the CPU."""
-    return weight.dtype is float32 and weight.shape == shape and weight.is_contiguous() and weight.is_cpu
+    return holds(weight, shape[0], shape[1])
+
+
+cdef bint holds(tensor, int64_t rows, int64_t columns) except -1:
+    """Whether a tensor has the memory of a contiguous float32 (rows, columns) on the CPU, or (rows,) where columns is 0."""
+    cdef View view
+    return has_memory(exchange, tensor, &view) and is_dense(&view, rows, columns)
 
 
 def arrange(params, states, sum_dims, fused):
@@ -285,6 +298,7 @@ def arrange(params, states, sum_dims, fused):
     """
     cdef Arranged group = Arranged.__new__(Arranged)
     cdef dict place
+    cdef int64_t rows, columns
     group.pairs, group.counters = [], []
     for weight in params:
         grad = weight.grad
@@ -301,17 +315,16 @@ def arrange(params, states, sum_dims, fused):
                 or state.table not in fused):
             return None
         position = place[state.table]
+        rows, columns = state.shape
         # Somebody gave two parameters one table's gradient, or moved a table (to another dtype, say) since its backward.
-        if group.weights[position] is not None or not is_table(weight, state.shape):
+        if group.weights[position] is not None or not holds(weight, rows, columns):
             return None
         if sum_dims:
-            shape = state.shape if sum_dims == 2 else state.shape[:1]
             own = states.get(weight)
             if own is None:
                 return None
             total = own.get("sum")
-            if ("step" not in own or type(total) is not Tensor or total.dtype is not float32 or total.shape != shape
-                    or not total.is_contiguous()):
+            if "step" not in own or type(total) is not Tensor or not holds(total, rows, columns if sum_dims == 2 else 0):
                 return None
             group.sums[position] = total
             group.counters.append(own["step"])
