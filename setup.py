@@ -27,6 +27,7 @@ GENERAL = ["csrc/api/status.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("forward
 KERNEL_SOURCES = {
     "sparselift._memory": ["csrc/cpu/huge_pages.cpp", "csrc/cpu/pool.cpp", "csrc/cpu/ring.cpp"],
     "sparselift.kernels._cpu": [*GENERAL, *ISA_FLAGS],
+    "sparselift._probe": ["csrc/cpu/probe.cpp", "csrc/cpu/threads.cpp"],
     "sparselift.runtime._hot": [],                             # Cython alone
 }
 

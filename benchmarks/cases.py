@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ class CheckFailed(Exception):
 class Bench:
     """The shared benchmark's modules, imported from their folder."""
 
-    workloads: Any                 # its module
-    rowwise_adagrad: type[torch.optim.Optimizer]
+    workloads: Any
+    implementations: Any
 
     @classmethod
     def load(cls, folder: Path) -> Bench:
@@ -48,7 +48,7 @@ class Bench:
         if not (folder / "workloads.py").exists():
             raise FileNotFoundError(f"there is no benchmark folder {folder}")
         sys.path.append(str(folder.resolve()))
-        return cls(importlib.import_module("workloads"), importlib.import_module("implementations").RowWiseAdagrad)
+        return cls(importlib.import_module("workloads"), importlib.import_module("implementations"))
 
 
 class Bags(nn.Module):
@@ -95,7 +95,7 @@ class Case:
         if self.optimizer == "sparse_adam":
             return torch.optim.SparseAdam(tables, lr=LR, eps=EPS)
         if self.optimizer == "rowwise_adagrad":
-            return (RowWiseAdagrad if planned else self.bench.rowwise_adagrad)(tables, lr=LR, eps=EPS)
+            return (RowWiseAdagrad if planned else self.bench.implementations.RowWiseAdagrad)(tables, lr=LR, eps=EPS)
         raise ValueError(f"optimizer must be one of {sorted(STATE_FLOATS)}; got {self.optimizer!r}")
 
     def touched(self, table: int, steps: int) -> Tensor:
@@ -152,11 +152,29 @@ class Side:
                         uses=frozenset())
 
 
-def check(native: Side, planned: Side) -> None:
+class Trainer(Protocol):
+    """What the check needs of a side: ours, or a peer's."""
+
+    model: Any                     # with a table in `emb_l[t].weight`
+
+    def step(self, number: int, scale: float = 1.0) -> Tensor: ...
+
+
+def check(native: Side, *others: Trainer) -> None:
     """Two steps of each. Raises CheckFailed unless outputs and weights agree, and rows that no id names are bit for bit the same."""
-    case, start = native.case, [bag.weight.detach()[native.case.touched(t, CHECK_STEPS)] for t, bag in enumerate(native.model.emb_l)]
-    for number in range(CHECK_STEPS):
-        want, got = (side.step(number, CHECK_LOSS_SCALE).detach().clone() for side in (native, planned))
+    start = [bag.weight.detach()[native.case.touched(t, CHECK_STEPS)] for t, bag in enumerate(native.model.emb_l)]
+    wanted = _outputs(native)
+    for other in others:
+        _compare(native, wanted, start, other)
+
+
+def _outputs(side: Trainer) -> list[Tensor]:
+    return [side.step(number, CHECK_LOSS_SCALE).detach().clone() for number in range(CHECK_STEPS)]
+
+
+def _compare(native: Side, wanted: list[Tensor], start: list[Tensor], planned: Trainer) -> None:
+    case = native.case
+    for number, (want, got) in enumerate(zip(wanted, _outputs(planned), strict=True)):
         allowed = OUTPUT_TOLERANCE if want.dim() else LOSS_TOLERANCE
         _limit(f"{case.shape.name}/{case.optimizer}: output of step {number + 1}", (got - want).abs().max() / want.abs().max(), allowed)
     differences, updates = [], []

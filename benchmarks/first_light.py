@@ -1,7 +1,7 @@
-"""Native torch against planned steps, interleaved in one process, each with its own weights.
+"""Planned steps against native torch and other implementations, interleaved in one process, each with its own weights.
 
-W1 to W5 run the sparse path alone: forward, `output.backward(output_grad)`, optimizer. W6b is a full DLRM step. Native is one
-`nn.EmbeddingBag(sparse=True)` a table with torch's optimizers, or the shared benchmark's plain-torch row-wise Adagrad.
+W1 to W5 and W7 run the sparse path alone: forward, `output.backward(output_grad)`, optimizer. W6a and W6b are full DLRM steps. Native is
+one `nn.EmbeddingBag(sparse=True)` a table with torch's optimizers, or the shared benchmark's plain-torch row-wise Adagrad.
 Before timing, the outputs and weights of two steps are compared. See README.md beside this file.
 """
 
@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 from cases import Bench, Case, CheckFailed, Side, check
+from floor import floor_seconds
 from interleave import Row, interleave, paired_row, single_row, write_rows
+from peer_sides import PEERS, peer_sides, release
 from quiet import hollow, silence
 
 import sparselift as sl
@@ -43,24 +45,29 @@ def measure(bench: Bench, name: str, optimizer: str, args: argparse.Namespace) -
     for threads in args.threads:
         torch.set_num_threads(threads)
         if name == "W6b":
-            yield single_row(lift_seconds(case.side(planned=True)), workload="W6b lift, 8 batches", config="", optimizer=optimizer)
+            yield single_row(lift_seconds(case.side(planned=True)), workload="W6b lift, 8 batches", side="plan", config="",
+                             optimizer=optimizer)
         for pages in ("on", "off") if args.huge_pages == "both" else (args.huge_pages,):
             yield from measure_plan(case, pages, args)
             gc.collect()                  # the tables of one pair of sides at a time
 
 
 def measure_plan(case: Case, pages: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Both sides from the same start: checked against each other, then timed."""
-    native, planned = case.side(planned=False), case.side(planned=True)
+    """All sides from the same start: checked against each other, then timed. A row for each that the plan is compared with."""
+    native, planned, peers = case.side(planned=False), case.side(planned=True), list(peer_sides(case, args.peers))
     config, plan = make_plan(planned, pages, args)
     sl.apply(plan, planned.model, planned.optimizers)
-    check(native, planned)
+    check(native, planned, *peers)
     name, optimizer = case.shape.name, case.optimizer
-    times = interleave(native.step, planned.step, len(case.batches), args.reps, args.seed)
-    yield paired_row(times, workload=name, config=config, optimizer=optimizer, huge_pages=pages, traffic_bytes=case.traffic_bytes())
+    times = interleave([side.step for side in (planned, native, *peers)], len(case.batches), args.reps, args.seed).T
+    floor_s = floor_seconds(case) if args.floor and not case.shape.dlrm else None
+    for baseline, seconds in zip(("torch", *(peer.name for peer in peers)), times[1:]):
+        yield paired_row(seconds, times[0], workload=name, side="plan", baseline=baseline, config=config, optimizer=optimizer,
+                         huge_pages=pages, traffic_bytes=case.traffic_bytes(), floor_s=floor_s)
     if name == "W2" and pages == "on" and plan.config.path == "planned":
-        yield single_row(machinery_seconds(planned, args.reps), workload="W2 without kernels", config=config, optimizer=optimizer)
-        yield single_row(torch_seconds(native, args.reps), workload="W2, torch alone", config="", optimizer=optimizer)
+        yield single_row(machinery_seconds(planned, args.reps), workload="W2 without kernels", side="plan", config=config,
+                         optimizer=optimizer)
+        yield single_row(torch_seconds(native, args.reps), workload="W2, torch alone", side="torch", config="", optimizer=optimizer)
     sl.unapply(planned.model, planned.optimizers)
 
 
@@ -110,10 +117,11 @@ def _seconds(step: Callable[[], object], reps: int) -> list[float]:
 def show(row: Row) -> None:
     label = f"{row.workload:22} {row.optimizer:16} {row.threads} threads"
     if row.ratio is None:
-        print(f"{label}                 {row.planned_median_ms:9.3f} ms", flush=True)
-    else:
-        print(f"{label}  pages {row.huge_pages:3}  native {row.native_median_ms:8.2f} ms  planned {row.planned_median_ms:8.2f} ms  "
-              f"{row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]  {row.gbps:5.1f} GB/s", flush=True)
+        print(f"{label}                 {row.median_ms:9.3f} ms", flush=True)
+        return
+    floor = "" if row.floor_ms is None else f"  {row.median_ms / row.floor_ms:4.2f} of the floor"
+    print(f"{label}  pages {row.huge_pages:3}  {row.baseline:8} {row.baseline_median_ms:8.2f} ms  plan {row.median_ms:8.2f} ms  "
+          f"{row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]  {row.gbps:5.1f} GB/s{floor}", flush=True)
 
 
 def options() -> argparse.ArgumentParser:
@@ -123,6 +131,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=lambda text: [int(count) for count in _names(text)], default=[1, 2], help="default: 1,2")
     parser.add_argument("--reps", type=int, default=31, help="timed pairs of steps; default: 31")
     parser.add_argument("--huge-pages", choices=("on", "off", "both"), default="both", help="on: where the plan wants them; default: both")
+    parser.add_argument("--peers", type=_names, default=list(PEERS), help=f"of {','.join(PEERS)}, where installed; default: all")
+    parser.add_argument("--floor", action=argparse.BooleanOptionalAction, default=True, help="compare with what memory alone needs")
     parser.add_argument("--tune", type=int, default=0, metavar="TRIALS", help="tune a plan instead of taking the default one")
     parser.add_argument("--bench-folder", type=Path, default=BENCH, help="where workloads.py and workloads.json are")
     parser.add_argument("--seed", type=int, default=0)
@@ -131,7 +141,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def _names(text: str) -> list[str]:
-    return text.split(",")
+    return [name for name in text.split(",") if name]
 
 
 def main() -> int:
@@ -143,8 +153,9 @@ def main() -> int:
         print(f"skipped {', '.join(args.workloads)}: {reason}", file=sys.stderr)
         return EXIT_NO_BENCH
     shapes, rows = bench.workloads.load_workloads(), []
-    if unknown := [name for name in args.workloads if name not in shapes]:
-        parser.error(f"there is no workload {', '.join(unknown)}; there are {', '.join(shapes)}")
+    for what, wanted, known in (("workload", args.workloads, tuple(shapes)), ("peer", args.peers, PEERS)):
+        if unknown := [name for name in wanted if name not in known]:
+            parser.error(f"there is no {what} {', '.join(unknown)}; there are {', '.join(known)}")
     try:
         for name in args.workloads:
             for optimizer in shapes[name].optimizers:
@@ -156,6 +167,8 @@ def main() -> int:
     except CheckFailed as reason:
         print(f"check failed: {reason}", file=sys.stderr)
         return EXIT_CHECK_FAILED
+    finally:
+        release()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Interleaved timing of two ways to run one training step, paired ratios, and the CSV that all benchmarks write."""
+"""Interleaved timing of several ways to run one training step, paired ratios, and the CSV that all benchmarks write."""
 
 from __future__ import annotations
 
@@ -29,37 +29,40 @@ class Row:
     """One line of the CSV. What does not apply is empty."""
 
     workload: str
+    side: str                             # what is measured: "plan", "modules"; "torch" where nothing of ours ran
+    baseline: str                         # what it is compared with: "torch", "fbgemm", "torchrec"
     config: str                           # "default", or how the plan was tuned
     optimizer: str                        # of the tables
     threads: int
     huge_pages: str                       # "on": where the plan asks for them; "off"
-    native_median_ms: float | None
-    planned_median_ms: float
-    ratio: float | None                   # median over the reps of native / planned
+    baseline_median_ms: float | None
+    median_ms: float
+    ratio: float | None                   # median over the reps of baseline / side
     low: float | None                     # of its 95% interval
     high: float | None
     spread: float | None                  # interquartile range of the ratios
     reps: int
     bytes: int | None                     # least traffic of a step: ids, outputs, gradients, touched rows
-    gbps: float | None                    # bytes / planned median
+    gbps: float | None                    # bytes / median
     peak_gbps: float | None               # of this machine, streaming, with as many threads
+    floor_ms: float | None                # what memory alone needs for the step, see floor.py
     versions: str
     cpu: str
 
 
-def interleave(native: Step, planned: Step, num_batches: int, reps: int, seed: int) -> Seconds:
-    """(reps, 2) seconds of a native and a planned step.
+def interleave(steps: Sequence[Step], num_batches: int, reps: int, seed: int) -> Seconds:
+    """(reps, sides) seconds of a step of each side.
 
-    A rep runs both once, in random order, on the same batch; batches rotate, so that a batch's rows were last touched
+    A rep runs every side once, in random order, on the same batch; batches rotate, so that a batch's rows were last touched
     `num_batches` steps ago. The garbage collector is off while timing.
     """
-    rng, times = np.random.default_rng(seed), np.empty((WARMUP_REPS + reps, 2))
+    rng, times = np.random.default_rng(seed), np.empty((WARMUP_REPS + reps, len(steps)))
     gc.collect()
     gc.disable()
     try:
         for rep in range(len(times)):
-            for side in rng.permutation(2):
-                step = (native, planned)[side]
+            for side in rng.permutation(len(steps)):
+                step = steps[side]
                 start = time.perf_counter()
                 step(rep % num_batches)
                 times[rep, side] = time.perf_counter() - start
@@ -68,22 +71,23 @@ def interleave(native: Step, planned: Step, num_batches: int, reps: int, seed: i
     return times[WARMUP_REPS:]
 
 
-def paired_row(times: Seconds, *, workload: str, config: str, optimizer: str, huge_pages: str,
-               traffic_bytes: int | None) -> Row:
-    """The row of (reps, 2) native and planned seconds."""
-    native_s, planned_s = np.median(times, axis=0)
-    ratios = times[:, 0] / times[:, 1]
+def paired_row(baseline_s: Seconds, side_s: Seconds, *, workload: str, side: str, config: str, optimizer: str = "", huge_pages: str = "",
+               baseline: str = "torch", traffic_bytes: int | None = None, floor_s: float | None = None) -> Row:
+    """The row of (reps,) seconds of two sides, taken rep by rep."""
+    baseline_median_s, median_s = float(np.median(baseline_s)), float(np.median(side_s))
+    ratios = baseline_s / side_s
     low, median, high, _ = median_interval(ratios.tolist(), CONFIDENCE)
     quarter, three_quarters = np.percentile(ratios, [25, 75])
-    speed = (None, None) if traffic_bytes is None else (traffic_bytes / planned_s / 1e9, probe().stream_gbps)
-    return Row(workload, config, optimizer, torch.get_num_threads(), huge_pages, native_s * 1e3, planned_s * 1e3, median,
-               low, high, float(three_quarters - quarter), len(times), traffic_bytes, *speed, *machine())
+    speed = (None, None) if traffic_bytes is None else (traffic_bytes / median_s / 1e9, probe().stream_gbps)
+    return Row(workload, side, baseline, config, optimizer, torch.get_num_threads(), huge_pages, baseline_median_s * 1e3, median_s * 1e3,
+               median, low, high, float(three_quarters - quarter), len(ratios), traffic_bytes, *speed,
+               None if floor_s is None else floor_s * 1e3, *machine())
 
 
-def single_row(seconds: Sequence[float], *, workload: str, config: str, optimizer: str) -> Row:
-    """The row of something that has no native counterpart."""
-    return Row(workload, config, optimizer, torch.get_num_threads(), "", None, float(np.median(seconds)) * 1e3, None, None, None, None,
-               len(seconds), None, None, None, *machine())
+def single_row(seconds: Sequence[float], *, workload: str, side: str, config: str, optimizer: str) -> Row:
+    """The row of something that has no counterpart."""
+    return Row(workload, side, "", config, optimizer, torch.get_num_threads(), "", None, float(np.median(seconds)) * 1e3, None, None, None,
+               None, len(seconds), None, None, None, None, *machine())
 
 
 def machine() -> tuple[str, str]:

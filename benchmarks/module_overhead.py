@@ -72,8 +72,8 @@ def measure_tiny(reps: int, seed: int) -> Iterator[Row]:
     torch.set_num_threads(1)
     for name, config, make in tiny_cases():
         sides = [_block(make(modules, functions)) for modules, functions in ((nn, nn.functional), (sl.nn, sl.functional))]
-        times = interleave(*sides, 1, reps, seed) / CALLS
-        yield paired_row(times, workload=name, config=config, optimizer="", huge_pages="", traffic_bytes=None)
+        times = interleave(sides, 1, reps, seed) / CALLS
+        yield paired_row(*times.T, workload=name, side="modules", config=config)
 
 
 def _block(call: Call) -> Callable[[int], None]:
@@ -90,8 +90,8 @@ def measure_large(bench: Bench, name: str, threads: int, reps: int, seed: int) -
     case = Case(bench, bench.workloads.load_workloads()[name], "sgd", seed)
     native, ours = case.side(planned=False), with_our_modules(case.side(planned=False))
     check(native, ours)
-    times = interleave(native.step, ours.step, len(case.batches), reps, seed)
-    return paired_row(times, workload=name, config="modules", optimizer="sgd", huge_pages="", traffic_bytes=case.traffic_bytes())
+    times = interleave([native.step, ours.step], len(case.batches), reps, seed)
+    return paired_row(*times.T, workload=name, side="modules", config="", optimizer="sgd", traffic_bytes=case.traffic_bytes())
 
 
 def with_our_modules(side: Side) -> Side:
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for row in _rows(args):
             rows.append(row)
-            print(f"{row.workload:42} {row.config:24} {row.threads} threads  native {row.native_median_ms:9.4f} ms  "
+            print(f"{row.workload:42} {row.config:24} {row.threads} threads  torch {row.baseline_median_ms:9.4f} ms  "
                   f"ratio {row.ratio:5.2f} [{row.low:.2f}, {row.high:.2f}]", flush=True)
             write_rows(args.out, rows)
     except CheckFailed as error:

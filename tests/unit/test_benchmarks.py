@@ -17,7 +17,7 @@ from sparselift.plan import default_plan
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / ".." / "shared" / "bench"
-NAMES = ("cases", "interleave", "quiet", "first_light", "module_overhead", "workloads", "implementations")
+NAMES = ("cases", "floor", "interleave", "peer_sides", "quiet", "first_light", "module_overhead", "workloads", "implementations")
 
 needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="no ../shared/bench")
 
@@ -49,7 +49,7 @@ def make_case(optimizer: str, dlrm: bool = False) -> object:
 def test_both_sides_see_the_same_batches_in_mixed_order(benchmarks: ModuleType) -> None:
     from interleave import WARMUP_REPS, interleave
     seen: list[tuple[str, int]] = []
-    times = interleave(lambda n: seen.append(("native", n)), lambda n: seen.append(("planned", n)), num_batches=3, reps=40, seed=0)
+    times = interleave([lambda n: seen.append(("native", n)), lambda n: seen.append(("planned", n))], num_batches=3, reps=40, seed=0)
     assert times.shape == (40, 2) and (times > 0).all()
     pairs = [seen[i:i + 2] for i in range(0, len(seen), 2)]
     assert len(pairs) == 40 + WARMUP_REPS
@@ -60,15 +60,15 @@ def test_both_sides_see_the_same_batches_in_mixed_order(benchmarks: ModuleType) 
 def test_rows_hold_paired_ratios_and_make_a_csv(benchmarks: ModuleType, tmp_path: Path) -> None:
     from interleave import paired_row, single_row, write_rows
     native = np.array([2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]) * 1e-3
-    times = np.stack([native, native / [2, 2, 2, 4, 4, 4, 4]], axis=1)
-    row = paired_row(times, workload="W", config="default", optimizer="sgd", huge_pages="on", traffic_bytes=10**6)
-    assert (row.ratio, row.low, row.high) == pytest.approx((4, 2, 4)) and row.native_median_ms == pytest.approx(8)
-    assert row.planned_median_ms == pytest.approx(2.5) and row.gbps == pytest.approx(0.4) and row.spread == pytest.approx(2)
+    row = paired_row(native, native / [2, 2, 2, 4, 4, 4, 4], workload="W", side="plan", config="default", optimizer="sgd", huge_pages="on",
+                     traffic_bytes=10**6)
+    assert (row.ratio, row.low, row.high) == pytest.approx((4, 2, 4)) and row.baseline_median_ms == pytest.approx(8)
+    assert row.median_ms == pytest.approx(2.5) and row.gbps == pytest.approx(0.4) and row.spread == pytest.approx(2)
     path = tmp_path / "rows.csv"
-    write_rows(path, [row, single_row([0.25], workload="lift", config="", optimizer="sgd")])
+    write_rows(path, [row, single_row([0.25], workload="lift", side="plan", config="", optimizer="sgd")])
     one, two = csv.DictReader(path.open())
     assert one["ratio"] == "4" and one["threads"] == str(torch.get_num_threads()) and "torch=" in one["versions"]
-    assert two["planned_median_ms"] == "250" and two["ratio"] == ""
+    assert two["median_ms"] == "250" and two["ratio"] == ""
 
 
 @needs_bench
@@ -133,6 +133,49 @@ def test_traffic_is_counted(benchmarks: ModuleType, case: object) -> None:
 
 
 @needs_bench
+@pytest.mark.parametrize(("optimizer", "state_bytes"), [("sgd", 0), ("rowwise_adagrad", 64), ("adagrad", 64)])
+def test_the_floor_is_the_least_traffic_at_the_rate_of_each_access(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch, optimizer: str,
+                                                                   state_bytes: int) -> None:
+    import floor
+
+    from sparselift.probe import Bandwidth, RowBandwidth
+    monkeypatch.setattr(floor, "probe", lambda: Bandwidth(stream_gbps=1e-9, random_read_gbps=9, random_update_gbps=9))
+    monkeypatch.setattr(floor, "probe_rows", lambda row_bytes: RowBandwidth(read_gbps=1e-9 / 2, update_gbps=1e-9 / 4, cached_gbps=1e-9 / 8))
+    case = make_case(optimizer)
+    unique = sum(len(ids.unique()) for batch in case.batches for ids in batch.table_indices) / len(case.batches)
+    lookups, bags, row = 16 * (3 + 1 + 5), 16 * 3, 4 * 8
+    expected = 8 * lookups + 2 * bags * row + 2 * unique * row + 4 * 2 * unique * row + 8 * (lookups - unique + lookups - bags) * row
+    assert floor.floor_seconds(case) == pytest.approx(expected + 4 * 2 * unique * state_bytes)
+
+
+@needs_bench
+def test_peers_are_timed_beside_the_plan(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch, case: object,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    import peer_sides
+    from cases import check
+    monkeypatch.setattr(case.bench.implementations, "FbgemmPeer", _stands_in_for_fbgemm(case.bench.implementations))
+    monkeypatch.setattr(case.bench.implementations, "TorchRecPeer", _missing)
+    peer_sides._say.cache_clear()
+    [peer] = peer_sides.peer_sides(case, peer_sides.PEERS)
+    assert peer.name == "fbgemm" and "skipped torchrec: not installed (No module named 'torchrec')" in capsys.readouterr().err
+    check(case.side(planned=False), peer)
+    peer.model.emb_l[0].weight[case.touched(0, steps=2)[0]] += 1
+    with pytest.raises(Exception, match="is off by"):
+        check(case.side(planned=False), peer)
+
+
+def _stands_in_for_fbgemm(implementations: ModuleType) -> type:
+    class StandIn(implementations.TorchPeer):
+        pass
+
+    return StandIn
+
+
+def _missing(*_: object) -> None:
+    raise ImportError("No module named 'torchrec'")
+
+
+@needs_bench
 def test_silent_kernels_leave_everything_and_come_back(benchmarks: ModuleType, case: object) -> None:
     from quiet import silence
     side = case.side(planned=True)
@@ -167,7 +210,7 @@ def test_the_driver_writes_rows(benchmarks: ModuleType, tmp_path: Path, monkeypa
     monkeypatch.setattr(bench.workloads, "load_workloads", lambda: {"W2": small, "W6b": full})
     out, threads = tmp_path / "rows.csv", torch.get_num_threads()
     monkeypatch.setattr(sys, "argv", ["first_light.py", "--workloads", "W2,W6b", "--threads", "1", "--reps", "7", "--out", str(out),
-                                      "--bench-folder", str(BENCH)])
+                                      "--bench-folder", str(BENCH), "--no-floor", "--peers", ""])
     try:
         assert benchmarks.main() == 0
     finally:
@@ -188,6 +231,10 @@ def test_unknown_workloads_are_a_usage_error(benchmarks: ModuleType, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         benchmarks.main()
     assert "there is no workload W99; there are W1, W2" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["first_light.py", "--peers", "hugectr"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.main()
+    assert "there is no peer hugectr; there are fbgemm, torchrec" in capsys.readouterr().err
 
 
 def test_without_the_shared_benchmark_nothing_runs(benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
