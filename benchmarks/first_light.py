@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from cases import Bench, Case, CheckFailed, Side, check
-from floor import floor_seconds
+from floor import FloorSide
 from interleave import Row, interleave, paired_row, single_row, write_rows
 from peer_sides import PEERS, peer_sides, release
 from quiet import hollow, silence
@@ -59,11 +59,11 @@ def measure_plan(case: Case, pages: str, args: argparse.Namespace) -> Iterator[R
     sl.apply(plan, planned.model, planned.optimizers)
     check(native, planned, *peers)
     name, optimizer = case.shape.name, case.optimizer
-    times = interleave([side.step for side in (planned, native, *peers)], len(case.batches), args.reps, args.seed).T
-    floor_s = floor_seconds(case) if args.floor and not case.shape.dlrm else None
+    floor = [FloorSide(case)] if args.floor and not case.shape.dlrm else []
+    times = interleave([side.step for side in (planned, native, *peers, *floor)], len(case.batches), args.reps, args.seed).T
     for baseline, seconds in zip(("torch", *(peer.name for peer in peers)), times[1:]):
         yield paired_row(seconds, times[0], workload=name, side="plan", baseline=baseline, config=config, optimizer=optimizer,
-                         huge_pages=pages, traffic_bytes=case.traffic_bytes(), floor_s=floor_s)
+                         huge_pages=pages, traffic_bytes=case.traffic_bytes(), floor_s=times[-1] if floor else None)
     if name == "W2" and pages == "on" and plan.config.path == "planned":
         yield single_row(machinery_seconds(planned, args.reps), workload="W2 without kernels", side="plan", config=config,
                          optimizer=optimizer)
@@ -119,7 +119,7 @@ def show(row: Row) -> None:
     if row.ratio is None:
         print(f"{label}                 {row.median_ms:9.3f} ms", flush=True)
         return
-    floor = "" if row.floor_ms is None else f"  {row.median_ms / row.floor_ms:4.2f} of the floor"
+    floor = "" if row.over_floor is None else f"  {row.over_floor:4.2f} of the floor"
     print(f"{label}  pages {row.huge_pages:3}  {row.baseline:8} {row.baseline_median_ms:8.2f} ms  plan {row.median_ms:8.2f} ms  "
           f"{row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]  {row.gbps:5.1f} GB/s{floor}", flush=True)
 

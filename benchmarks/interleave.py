@@ -46,6 +46,7 @@ class Row:
     gbps: float | None                    # bytes / median
     peak_gbps: float | None               # of this machine, streaming, with as many threads
     floor_ms: float | None                # what memory alone needs for the step, see floor.py
+    over_floor: float | None              # median over the reps of side / floor
     versions: str
     cpu: str
 
@@ -72,22 +73,23 @@ def interleave(steps: Sequence[Step], num_batches: int, reps: int, seed: int) ->
 
 
 def paired_row(baseline_s: Seconds, side_s: Seconds, *, workload: str, side: str, config: str, optimizer: str = "", huge_pages: str = "",
-               baseline: str = "torch", traffic_bytes: int | None = None, floor_s: float | None = None) -> Row:
-    """The row of (reps,) seconds of two sides, taken rep by rep."""
+               baseline: str = "torch", traffic_bytes: int | None = None, floor_s: Seconds | None = None) -> Row:
+    """The row of (reps,) seconds of two sides, and of the floor, taken rep by rep."""
     baseline_median_s, median_s = float(np.median(baseline_s)), float(np.median(side_s))
     ratios = baseline_s / side_s
     low, median, high, _ = median_interval(ratios.tolist(), CONFIDENCE)
     quarter, three_quarters = np.percentile(ratios, [25, 75])
+    floor = (None, None) if floor_s is None else (float(np.median(floor_s)) * 1e3, float(np.median(side_s / floor_s)))
     speed = (None, None) if traffic_bytes is None else (traffic_bytes / median_s / 1e9, probe().stream_gbps)
     return Row(workload, side, baseline, config, optimizer, torch.get_num_threads(), huge_pages, baseline_median_s * 1e3, median_s * 1e3,
                median, low, high, float(three_quarters - quarter), len(ratios), traffic_bytes, *speed,
-               None if floor_s is None else floor_s * 1e3, *machine())
+               *floor, *machine())
 
 
 def single_row(seconds: Sequence[float], *, workload: str, side: str, config: str, optimizer: str) -> Row:
     """The row of something that has no counterpart."""
     return Row(workload, side, "", config, optimizer, torch.get_num_threads(), "", None, float(np.median(seconds)) * 1e3, None, None, None,
-               None, len(seconds), None, None, None, None, *machine())
+               None, len(seconds), None, None, None, None, None, *machine())
 
 
 def machine() -> tuple[str, str]:

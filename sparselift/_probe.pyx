@@ -3,6 +3,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
+from torch import float32, int32
+
 
 cdef extern from "api/sparselift_probe.h" nogil:
     int SL_PROBE_READ
@@ -11,11 +13,13 @@ cdef extern from "api/sparselift_probe.h" nogil:
 
 
 def visit_rows(table, ids, int32_t ahead, bint update, int32_t threads):
-    """Read, or add 1 to, the rows `ids` (int32) of a contiguous float32 table (R, 16 n) at a 64-byte boundary."""
     cdef int64_t dim = table.shape[1], count = len(ids)
     cdef uintptr_t rows = table.data_ptr(), first = ids.data_ptr()
-    if dim % 16 or rows % 64 or not table.is_contiguous() or not ids.is_contiguous():
-        raise ValueError(f"rows must be whole cache lines of a contiguous table; got {tuple(table.shape)} with strides {table.stride()}")
+    if table.dtype is not float32 or not table.is_cpu or dim % 16 or rows % 64 or not table.is_contiguous():
+        raise ValueError("rows must be whole cache lines of a contiguous float32 table on the CPU; got "
+                         f"{table.dtype} {tuple(table.shape)} with strides {table.stride()} at {rows:#x} on {table.device}")
+    if ids.dtype is not int32 or not ids.is_cpu or ids.dim() != 1 or not ids.is_contiguous():
+        raise ValueError(f"ids must be a contiguous int32 vector on the CPU; got {ids.dtype} {tuple(ids.shape)} on {ids.device}")
     if count and (int(ids.min()) < 0 or int(ids.max()) >= len(table)):
         raise IndexError(f"ids must be rows of a table of {len(table)}; got {int(ids.min())} to {int(ids.max())}")
     with nogil:

@@ -13,17 +13,11 @@ import torch
 from torch import Tensor
 
 from sparselift.errors import KernelError
-from sparselift.memory import set_huge_pages
 
 _BUFFER_BYTES = 256 << 20          # beyond a core's share of cache, and small enough to map in a tenth of a second
 _ROW_FLOATS = 64                   # 256 bytes, a usual embedding row
 _ROWS_A_RUN = 1 << 16
 _RUNS = 4                          # the first is not timed
-_LINE_BYTES = 64
-_SCATTERED_BYTES = 1 << 30         # of a table whose rows no cache holds, even on a socket with hundreds of megabytes of it
-_CACHED_BYTES = 256 << 10          # of one whose rows a core's own caches hold
-_VISITED_BYTES = 16 << 20          # a run
-_AHEAD = (8, 16, 32, 64, 128)      # prefetch distances; the best one counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,52 +58,24 @@ def _fastest_s(work: Callable[[int], object]) -> float:
     return max(min(seconds[1:]), 1e-9)
 
 
-@dataclass(frozen=True, slots=True)
-class RowBandwidth:
-    """Bytes of rows a second, in 1e9, at the best prefetch distance, in huge pages where the system gives them. What no kernel can beat."""
+def visit_rows(table: Tensor, ids: Tensor, update: bool = False, ahead: int = 32) -> None:
+    """Read the rows `ids` of a table and do nothing with them, or add 1 to them: the least that a lookup or an update can do.
 
-    read_gbps: float               # scattered rows that no cache holds: bytes of the rows
-    update_gbps: float             # the same read, changed and written back: twice the bytes of the rows
-    cached_gbps: float             # rows that a core's own caches hold: bytes of the rows
+    Runs on torch's threads.
 
-
-def probe_rows(row_bytes: int) -> RowBandwidth:
-    """The bandwidth of rows of this width with the current number of torch threads; measured once a process, in some seconds.
-
-    Rows narrower than a cache line, or no multiple of one, cost whole lines: the width is rounded up. Takes 1 GiB of memory while it runs.
+    Parameters
+    ----------
+    table   (R, D) float32, contiguous, at a 64-byte boundary, D a multiple of 16: rows are whole cache lines
+    ids     (K,) int32, contiguous; for an update no id twice, since several threads may write
+    ahead   rows before its use that a row is prefetched; 0: never
 
     Raises
     ------
-    ValueError    a width below 1
+    ValueError    another layout
+    IndexError    an id that is no row
     KernelError   the extension is not built
     """
-    if row_bytes < 1:
-        raise ValueError(f"row_bytes must be at least 1; got {row_bytes}")
-    return _measure_rows(-(-row_bytes // _LINE_BYTES) * _LINE_BYTES, torch.get_num_threads())
-
-
-@cache
-def _measure_rows(row_bytes: int, threads: int) -> RowBandwidth:
-    generator = torch.Generator().manual_seed(0)
-    memory = torch.empty(_SCATTERED_BYTES // 4 + _LINE_BYTES, dtype=torch.float32)
-    set_huge_pages(memory, True)
-    memory.zero_()
-    start = -memory.data_ptr() % _LINE_BYTES // 4
-    rows = _SCATTERED_BYTES // row_bytes
-    table = memory[start:start + rows * row_bytes // 4].view(rows, -1)
-    visits = max(_VISITED_BYTES // row_bytes, 1)
-    scattered = torch.randperm(rows, generator=generator)[:_RUNS * visits].int().view(_RUNS, -1)   # no row twice: threads update them
-    cached = torch.randint(max(_CACHED_BYTES // row_bytes, 1), (_RUNS, visits), generator=generator, dtype=torch.int32)
-    gbps = visits * row_bytes / 1e9
-    return RowBandwidth(
-        read_gbps=gbps / _fastest_visit_s(table, scattered, False, threads),
-        update_gbps=2 * gbps / _fastest_visit_s(table, scattered, True, threads),
-        cached_gbps=gbps / _fastest_visit_s(table, cached, False, threads))
-
-
-def _fastest_visit_s(table: Tensor, ids: Tensor, update: bool, threads: int) -> float:
-    visit = _extension().visit_rows
-    return min(_fastest_s(lambda run, ahead=ahead: visit(table, ids[run], ahead, update, threads)) for ahead in _AHEAD)
+    _extension().visit_rows(table, ids, ahead, update, torch.get_num_threads())
 
 
 def _extension() -> ModuleType:

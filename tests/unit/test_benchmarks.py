@@ -133,19 +133,24 @@ def test_traffic_is_counted(benchmarks: ModuleType, case: object) -> None:
 
 
 @needs_bench
-@pytest.mark.parametrize(("optimizer", "state_bytes"), [("sgd", 0), ("rowwise_adagrad", 64), ("adagrad", 64)])
-def test_the_floor_is_the_least_traffic_at_the_rate_of_each_access(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch, optimizer: str,
-                                                                   state_bytes: int) -> None:
+@pytest.mark.parametrize(("optimizer", "states"), [("sgd", None), ("rowwise_adagrad", (5, 16)), ("adagrad", (39, 16))])
+def test_the_floor_moves_each_distinct_row_once_and_the_rest_in_a_cache(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch,
+                                                                        optimizer: str, states: tuple[int, int] | None) -> None:
     import floor
+    case, seen = make_case(optimizer), []
 
-    from sparselift.probe import Bandwidth, RowBandwidth
-    monkeypatch.setattr(floor, "probe", lambda: Bandwidth(stream_gbps=1e-9, random_read_gbps=9, random_update_gbps=9))
-    monkeypatch.setattr(floor, "probe_rows", lambda row_bytes: RowBandwidth(read_gbps=1e-9 / 2, update_gbps=1e-9 / 4, cached_gbps=1e-9 / 8))
-    case = make_case(optimizer)
-    unique = sum(len(ids.unique()) for batch in case.batches for ids in batch.table_indices) / len(case.batches)
-    lookups, bags, row = 16 * (3 + 1 + 5), 16 * 3, 4 * 8
-    expected = 8 * lookups + 2 * bags * row + 2 * unique * row + 4 * 2 * unique * row + 8 * (lookups - unique + lookups - bags) * row
-    assert floor.floor_seconds(case) == pytest.approx(expected + 4 * 2 * unique * state_bytes)
+    def visit(table: torch.Tensor, ids: torch.Tensor, update: bool = False) -> None:
+        seen.append((table.shape, len(ids), len(ids.unique()), update))
+
+    monkeypatch.setattr(floor, "visit_rows", visit)
+    side = floor.FloorSide(case)
+    side.step(1)
+    unique, lookups, bags = len(case.batches[1].row_ids.unique()), 16 * (3 + 1 + 5), 16 * 3
+    assert seen[:1] + seen[2:3] == [((77, 16), unique, unique, update) for update in (False, True)]
+    assert seen[1] == (side.cached.shape, lookups - unique + lookups - bags, seen[1][2], False) and side.output.numel() == bags * 8
+    assert [(*shape,) for shape, *_ in seen[3:]] == ([] if states is None else [states])
+    for _, visited, distinct, update in seen[3:]:
+        assert visited == distinct and update
 
 
 @needs_bench

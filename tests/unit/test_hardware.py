@@ -2,17 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from sparselift import hardware as module
-from sparselift import probe as probing
-from sparselift._probe import visit_rows
 from sparselift.hardware import hardware
-from sparselift.probe import probe, probe_rows
+from sparselift.probe import probe, visit_rows
 
 
 def test_this_machine():
@@ -58,42 +55,30 @@ def test_bandwidth_is_measured_once_and_leaves_random_state_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.fixture
-def small_probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Megabytes instead of gigabytes: what is measured then is a cache."""
-    monkeypatch.setattr(probing, "_SCATTERED_BYTES", 1 << 22)
-    monkeypatch.setattr(probing, "_VISITED_BYTES", 1 << 18)
-    probing._measure_rows.cache_clear()
-    yield
-    probing._measure_rows.cache_clear()
-
-
-@pytest.mark.usefixtures("small_probe")
-def test_rows_are_probed_by_whole_cache_lines() -> None:
-    found = probe_rows(100)
-    assert min(found.read_gbps, found.update_gbps, found.cached_gbps) > 0
-    assert probe_rows(128) is found and probe_rows(4) is probe_rows(64) is not found
-    with pytest.raises(ValueError, match="row_bytes must be at least 1; got 0"):
-        probe_rows(0)
-
-
-@pytest.mark.usefixtures("small_probe")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_probe_visits_the_rows_that_it_is_given(threads: int) -> None:
-    table, ids = _aligned(50, 48), torch.randperm(50)[:33].int()
-    visit_rows(table, ids, 8, False, threads)
-    assert not table.any()
-    visit_rows(table, ids, 8, True, threads)
-    assert torch.equal(table, torch.zeros(50, 48).index_fill_(0, ids.long(), 1))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        table, ids = _aligned(50, 48), torch.randperm(50)[:33].int()
+        visit_rows(table, ids)
+        assert not table.any()
+        visit_rows(table, ids, update=True)
+        assert torch.equal(table, torch.zeros(50, 48).index_fill_(0, ids.long(), 1))
+        visit_rows(table, ids[:0], update=True, ahead=0)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("ids", "table", "error", "says"), [
-    ([50], (50, 16), IndexError, "rows of a table of 50; got 50 to 50"), ([-1], (50, 16), IndexError, "got -1 to -1"),
-    ([0], (50, 8), ValueError, "whole cache lines"),
+    (torch.tensor([50]).int(), (50, 16), IndexError, "rows of a table of 50; got 50 to 50"),
+    (torch.tensor([-1]).int(), (50, 16), IndexError, "got -1 to -1"),
+    (torch.tensor([0]), (50, 16), ValueError, "contiguous int32 vector on the CPU; got torch.int64"),
+    (torch.tensor([0]).int(), (50, 8), ValueError, r"whole cache lines .* got torch.float32 \(50, 8\)"),
 ])
-def test_a_probe_touches_nothing_else(ids: list[int], table: tuple[int, int], error: type[Exception], says: str) -> None:
+def test_a_probe_touches_nothing_else(ids: torch.Tensor, table: tuple[int, int], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        visit_rows(_aligned(*table), torch.tensor(ids, dtype=torch.int32), 8, True, 1)
+        visit_rows(_aligned(*table), ids, update=True)
 
 
 def _aligned(rows: int, columns: int) -> torch.Tensor:
