@@ -9,7 +9,7 @@ from sparselift.errors import SparseLiftError
 from sparselift.plan import TrialRecord
 from sparselift.tuning.study import Storage, StudyResult, StudyTrial, read_studies
 
-OTHER = "tpe"                      # the label of what the sampler proposed
+OTHER = "search"                   # the label of what is no seed
 
 
 def trial_records(storage: Storage) -> tuple[TrialRecord, ...]:

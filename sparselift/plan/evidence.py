@@ -33,7 +33,7 @@ class TrialRecord:
     """One config that a search looked at."""
 
     number: int
-    label: str                     # "native", "default", "prefetch=0", "tpe" ...: where the config came from
+    label: str                     # "native", "default", "prefetch=0", "search" ...: where the config came from
     params: Mapping[str, Value]    # SearchSpace.to_params of the config
     state: str                     # "complete", "pruned" (measured, hopeless), "infeasible" (not run) or "failed"
     ratio: float | None = None     # native time / this config's time; above 1 is faster than native

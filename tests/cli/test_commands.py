@@ -77,7 +77,7 @@ def test_tune_prints_times_equivalence_and_next_steps(run: Run, tmp_path: Path) 
     ("complete", "native", "A native plan changes nothing: train as before."),
     ("interrupted", "native", "the same command goes on from there.")])
 def test_the_summary_says_why_the_search_ended_and_what_to_do(tuned: Path, search: str, path: str, text: str) -> None:
-    trials = tuple(TrialRecord(number, "tpe", {}, "complete" if number else "failed", 1.0) for number in range(6))
+    trials = tuple(TrialRecord(number, "search", {}, "complete" if number else "failed", 1.0) for number in range(6))
     plan = replace(Plan.load(tuned), config=Config.native(), certificate=None, evidence=Evidence("measured", trials=trials))
     if path == "planned":
         plan = replace(default_plan(lift(resolve(WORK))), evidence=plan.evidence)

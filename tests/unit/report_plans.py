@@ -16,8 +16,8 @@ def trials(space: SearchSpace) -> tuple[TrialRecord, ...]:
         ratio = 2.5 if number == 2 else 2.0 - 0.1 * number
         found.append(TrialRecord(number, label, space.to_params(config), "complete", ratio, 0.020 / ratio, ratio - 0.05, ratio + 0.05))
     count = len(found)
-    found.append(TrialRecord(count, "tpe", default, "pruned", 0.8, 0.025, 0.7, 0.9, "hopeless after 3 pairs"))
-    found.append(TrialRecord(count + 1, "tpe", default, "failed", reason="EquivalenceError: a | b"))
+    found.append(TrialRecord(count, "search", default, "pruned", 0.8, 0.025, 0.7, 0.9, "hopeless after 3 pairs"))
+    found.append(TrialRecord(count + 1, "search", default, "failed", reason="EquivalenceError: a | b"))
     return tuple(found)
 
 

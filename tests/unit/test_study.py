@@ -87,6 +87,31 @@ def test_another_seed_proposes_something_else():
     assert params_of(one) != params_of(two)
 
 
+def test_every_second_proposal_differs_from_the_best_in_one_parameter():
+    space = {f"p{i}": [0, 1, 2] for i in range(8)}
+    found = study.run(space, lambda p: sum(abs(value - i % 3) for i, value in enumerate(p.values())), trials=40,
+                      seeds=[dict.fromkeys(space, 0)])
+    for number in range(1, 40, 2):
+        best = min(found.trials[:number], key=lambda trial: (trial.value, trial.number))
+        assert sum(found.trials[number].params[name] != value for name, value in best.params.items()) == 1
+    assert found.best.value == 0, "every parameter counts by itself: steps to a better neighbour end at the optimum"
+
+
+def test_the_neighbours_of_a_number_in_a_range_are_beside_it():
+    space = {"whole": (0, 9), "real": (0.0, 2.0)}
+    found = study.run(space, lambda p: abs(p["whole"] - 3) + p["real"], trials=2, seeds=[{"whole": 9, "real": 1.0}])
+    moved = {name: value for name, value in found.trials[1].params.items() if value != found.trials[0].params[name]}
+    assert len(moved) == 1 and moved.items() <= {"whole": 8, "real": 0.8}.items() | {"real": 1.2}.items()
+
+
+def test_neighbours_stay_in_the_space_where_one_choice_opens_others():
+    found = study.run(conditional, cost, trials=30, seed=2, fingerprint="v1", seeds=[{"path": "native"}])
+    for trial in found.trials:
+        assert ("prefetch" in trial.params) == (trial.params["path"] == "planned")
+        assert ("coalesce" in trial.params) == (trial.params.get("update") == "fused")
+    assert found.best.value < 1.1
+
+
 def test_proposals_do_not_depend_on_the_hash_seed():
     program = ("import json\nfrom sparselift.tuning import study\nfrom test_study import conditional, cost\n"
                "print(json.dumps([dict(t.params) for t in study.run(conditional, cost, trials=16, seed=3, fingerprint='v1').trials]))")
