@@ -61,8 +61,8 @@ def search_curve(points: Sequence[Point]) -> str:
     height = 320
     measured = [point for point in points if point.ratio is not None]
     numbers = [point.number for point in points]
-    seen = [value for point in measured for value in (point.ratio, point.low, point.high) if value is not None]
-    low, high = min([1.0, *seen]), max([1.0, *seen])
+    ratios = [1.0, *(point.ratio for point in measured if point.ratio is not None)]
+    low, high = _span(ratios, [end for point in measured for end in (point.low, point.high) if end is not None])
     margin = max(0.05, (high - low) * 0.08)
     x = Scale(min(numbers) - 0.5, max(numbers) + 0.5, _LEFT, WIDTH - _RIGHT)
     y = Scale(max(0.0, low - margin), high + margin, height - _BOTTOM, _TOP)
@@ -78,7 +78,8 @@ def search_curve(points: Sequence[Point]) -> str:
             parts.append(f'<path class="cross" d="M{cx - 4:.1f} {cy - 4:.1f}l8 8m0 -8l-8 8">{title}</path>')
         else:
             if point.low is not None and point.high is not None:
-                parts.append(f'<path class="interval" d="M{x(point.number):.1f} {y(point.low):.1f}V{y(point.high):.1f}"/>')
+                foot, head = max(point.low, y.low), min(point.high, y.high)
+                parts.append(f'<path class="interval" d="M{x(point.number):.1f} {y(foot):.1f}V{y(head):.1f}"/>')
             parts.append(f'<circle class="trial {escape(point.state)}" cx="{x(point.number):.1f}" cy="{y(point.ratio):.1f}" r="4">{title}'
                          "</circle>")
     return _svg(height, "Search curve: speed-up over native by trial", parts)
@@ -90,8 +91,7 @@ def bars(rows: Sequence[Bar], unit: str, label: str, start: float = 0.0) -> str:
         return ""
     left, note = _label_width([row.label for row in rows]), 150
     height = 30 * len(rows) + 40
-    ends = [end for row in rows for end in (row.value, row.low, row.high) if end is not None]
-    low, high = min(start, *ends), max(start, *ends)
+    low, high = _span([start, *(row.value for row in rows)], [end for row in rows for end in (row.low, row.high) if end is not None])
     x = Scale(low, high if high > low else low + 1.0, left, WIDTH - note)
     parts = [_grid_x(x, height - 26, unit)]
     for index, row in enumerate(rows):
@@ -101,8 +101,10 @@ def bars(rows: Sequence[Bar], unit: str, label: str, start: float = 0.0) -> str:
         parts.append(f'<rect class="bar{" worse" if row.value < start else ""}" x="{begin:.1f}" y="{top + 2}" '
                      f'width="{max(end - begin, 1):.1f}" height="18" rx="3"/>')
         if row.low is not None and row.high is not None:
-            parts.append(f'<path class="whisker" d="M{x(row.low):.1f} {top + 11}H{x(row.high):.1f}m0 -4v8M{x(row.low):.1f} {top + 7}v8"/>')
-        edge = max(end, x(row.high) if row.high is not None else end)
+            left_end, right_end = max(row.low, x.low), min(row.high, x.high)
+            caps = "".join(f"M{x(each):.1f} {top + 7}v8" for each in (row.low, row.high) if x.low <= each <= x.high)
+            parts.append(f'<path class="whisker" d="M{x(left_end):.1f} {top + 11}H{x(right_end):.1f}{caps}"/>')
+        edge = max(end, x(min(row.high, x.high)) if row.high is not None else end)
         parts.append(f'<text class="note" x="{edge + 8:.1f}" y="{top + 15}">{escape(row.note)}</text>')
     return _svg(height, label, parts)
 
@@ -130,6 +132,16 @@ def stacked(rows: Mapping[str, Mapping[str, float]], unit: str, label: str) -> s
         parts.append(f'<rect class="s{index % _SERIES}" x="{cx}" y="{cy - 10}" width="12" height="12" rx="2"/>'
                      f'<text class="small" x="{cx + 18}" y="{cy}">{escape(name)}</text>')
     return _svg(height, label, parts)
+
+
+def _span(values: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
+    """What a scale shows: all values, and the ends of intervals as far as half the values' own span beyond them.
+
+    One interval from a disturbed measurement would else press everything into a corner. An end that is outside is drawn open.
+    """
+    low, high = min(values), max(values)
+    room = max(high - low, abs(high) * 0.2) / 2
+    return min(low, max(low - room, min(ends, default=low))), max(high, min(high + room, max(ends, default=high)))
 
 
 def _best_line(measured: Sequence[Point], x: Scale, y: Scale) -> str:

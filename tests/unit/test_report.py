@@ -173,6 +173,18 @@ def test_best_line_never_falls() -> None:
     assert len(set(heights)) == 3
 
 
+def test_one_huge_interval_does_not_press_the_rest_into_a_corner() -> None:
+    points = [Point(0, "a", "complete", 1.0, 0.9, 1.1), Point(1, "b", "complete", 1.2, 1.1, 1.3), Point(2, "c", "complete", 1.1, 0.2, 60.0)]
+    heights = [float(y) for y in re.findall(r'circle class="trial complete" cx="[\d.]+" cy="([\d.]+)"', search_curve(points))]
+    assert max(heights) - min(heights) > 80, "of 252 pixels"
+    ends = [float(y) for y in re.findall(r'class="interval" d="M[\d.]+ [\d.]+V([\d.]+)"', search_curve(points))]
+    assert min(ends) >= 20, "inside the picture"
+    svg = bars([Bar("a", 10.0, 9.0, 11.0), Bar("b", 12.0, 3.0, 500.0)], "ms", "")
+    widths = [float(w) for w in re.findall(r'class="bar" x="[\d.]+" y="\d+" width="([\d.]+)"', svg)]
+    assert min(widths) > 200
+    assert svg.count("v8") == 3, "the end that is outside is open"
+
+
 def test_charts_of_nothing_and_of_equal_values() -> None:
     assert bars([], "ms", "empty") == ""
     assert "NaN" not in bars([Bar("a", 1.0)], "×", "one", start=1.0)
