@@ -7,7 +7,6 @@ import os
 import platform
 from glob import glob
 
-from Cython.Build import cythonize
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
@@ -53,12 +52,20 @@ def extension(name: str) -> Extension:
                      depends=[*HEADERS, *declarations, *KERNEL_SOURCES[name]])
 
 
-setup(
-    packages=[*find_packages(include=["sparselift", "sparselift.*"]), "sparselift.tuning"],
-    package_dir={"sparselift.tuning": "tuning"},
-    package_data={"sparselift": ["py.typed"]},
-    include_package_data=False,
-    ext_modules=cythonize([extension(name) for name in KERNEL_SOURCES], language_level=3, show_all_warnings=True),
-    cmdclass={"build_ext": BuildKernels},
-    zip_safe=False,
-)
+def main() -> None:
+    # Here, since those who only read the flags above need not have it.
+    from Cython.Build import cythonize
+
+    setup(
+        packages=[*find_packages(include=["sparselift", "sparselift.*"]), "sparselift.tuning"],
+        package_dir={"sparselift.tuning": "tuning"},
+        package_data={"sparselift": ["py.typed"]},
+        include_package_data=False,
+        ext_modules=cythonize([extension(name) for name in KERNEL_SOURCES], language_level=3, show_all_warnings=True),
+        cmdclass={"build_ext": BuildKernels},
+        zip_safe=False,
+    )
+
+
+if __name__ == "__main__":
+    main()
