@@ -50,7 +50,7 @@ class OptimizerInfo:
 
     index: int                     # position in the workload's sequence of optimizers
     kind: str                      # class name: "SGD", "Adagrad", "RowWiseAdagrad", ...
-    fused_rule: str | None         # the kernel's rule ("sgd", "adagrad", "rowwise_adagrad"), or None
+    fused_rule: str | None         # the kernel's rule ("sgd", "adagrad", "rowwise_adagrad", "adam"), or None
     reason: str = ""               # why there is no fused rule
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparselift.ir import OptimizerInfo
-from sparselift.kernels.base import UpdateRule
+from sparselift.kernels.base import State, UpdateRule, state_shapes
 from sparselift.rules import Rule
 
 
@@ -165,9 +166,13 @@ OPTIMIZER_RULES: dict[type[torch.optim.Optimizer], tuple[Rule, ...]] = {
         Rule("`weight_decay` with a dense gradient", lambda subject: bool(subject[0]["weight_decay"]) and not subject[1],
              "RowWiseAdagrad with weight_decay moves every row of a table whose gradient is dense"),
         _NO_FLOOR),
+    torch.optim.SparseAdam: (
+        Rule("a dense gradient", lambda subject: not subject[1], "SparseAdam takes sparse gradients alone"),
+        _TENSOR_RATE),
 }
 FUSED_OPTIMIZERS = tuple(OPTIMIZER_RULES)        # all of them call a closure once, before anything else
-_KINDS = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", RowWiseAdagrad: "rowwise_adagrad"}
+_KINDS = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", RowWiseAdagrad: "rowwise_adagrad", torch.optim.SparseAdam: "adam"}
+_STATE_KEYS = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}     # of torch's
 
 
 def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any]) -> UpdateRule:
@@ -175,7 +180,40 @@ def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any]) -> Upda
     maximize = bool(group.get("maximize", False))
     if rule == "sgd":
         return UpdateRule("sgd", float(group["lr"]), maximize=maximize)
+    if rule == "adam":
+        beta1, beta2 = map(float, group["betas"])
+        step = float(state.get("step", 0)) + 1
+        lr = float(group["lr"]) * math.sqrt(1 - beta2 ** step) / (1 - beta1 ** step)
+        return UpdateRule("adam", lr, float(group["eps"]), maximize=maximize, betas=(beta1, beta2))
     if rule == "adagrad":
         lr = group["lr"] / (1 + float(state["step"]) * group["lr_decay"]) if group["lr_decay"] else group["lr"]
         return UpdateRule("adagrad", float(lr), float(group["eps"]), maximize=maximize)
     return UpdateRule("rowwise_adagrad", float(group["lr"]), float(group["eps"]), float(group["weight_decay"]), maximize)
+
+
+def state_parts(rule: str, state: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The tensors that a rule keeps in `optimizer.state[weight]`; none before the first step of an optimizer that makes them there."""
+    return tuple(state[key] for key in _STATE_KEYS[rule] if key in state)
+
+
+def rule_state(rule: str, state: dict[str, Any]) -> State:
+    """The same as kernels take it."""
+    parts = state_parts(rule, state)
+    return (parts[0], parts[1]) if len(parts) == 2 else parts[0] if parts else None
+
+
+def start_state(rule: str, optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
+    """Give a table the state that the optimizer itself would make in the coming step, if there is none."""
+    if rule == "adam" and not optimizer.state[weight]:
+        optimizer.state[weight].update(step=0, **{key: torch.zeros_like(weight, memory_format=torch.preserve_format)
+                                                  for key in _STATE_KEYS[rule]})
+
+
+def state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
+    """Why the kernels cannot take the state of a table in `optimizer.state`; empty if they can."""
+    for key, shape in zip(_STATE_KEYS[rule], state_shapes(rule, *weight.shape)):
+        value = state.get(key)
+        if ("step" not in state or not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != shape
+                or not value.is_contiguous()):
+            return f"the optimizer's state has no contiguous float32 {key!r} of shape {shape}"
+    return ""

@@ -19,7 +19,7 @@ enum { SL_OK = 0, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UN
 enum { SL_SUM = 0, SL_MEAN, SL_NONE };
 enum { SL_COALESCE_CHAIN = 0, SL_COALESCE_NONE, SL_COALESCE_SORT };
 enum { SL_PARTITION_BAG = 0, SL_PARTITION_TABLE };
-enum { SL_RULE_ABSENT = 0, SL_SGD, SL_ADAGRAD, SL_ROWWISE_ADAGRAD };
+enum { SL_RULE_ABSENT = 0, SL_SGD, SL_ADAGRAD, SL_ROWWISE_ADAGRAD, SL_ADAM };
 enum { SL_ISA_PORTABLE = 0, SL_ISA_AVX2, SL_ISA_AVX512, SL_NUM_ISAS };
 
 typedef struct sl_program sl_program;
@@ -77,7 +77,15 @@ typedef struct {
     float lr;
     float eps;
     float weight_decay;
+    float first_gain;      /* Adam: 1 - beta1, 1 - beta2 */
+    float second_gain;
 } sl_rule;
+
+/* What a rule keeps of a table: Adagrad's sums, (R, D); row-wise Adagrad's, (R,); Adam's first and second moments, (R, D) each. */
+typedef struct {
+    float* first;
+    float* second;
+} sl_state;
 
 /* The gradient of one backward. */
 typedef struct {
@@ -120,8 +128,8 @@ sl_status sl_forward(sl_program* program, const float* const* tables, const sl_b
 sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad, float* out,
                          int32_t threads);
 
-/* One step of the rules on every row that the segments touch. states: (R, D) for Adagrad, (R,) for row-wise Adagrad, else unread. */
-sl_status sl_update(sl_program* program, float* const* tables, float* const* states, const sl_rule* rules,
+/* One step of the rules on every row that the segments touch. */
+sl_status sl_update(sl_program* program, float* const* tables, const sl_state* states, const sl_rule* rules,
                     const sl_segment* segments, int64_t num_segments, int32_t threads);
 
 /* How many rows the two functions below write. */

@@ -21,6 +21,7 @@ inline void store_part(float* p, Mask mask, Vec x) { _mm256_maskstore_ps(p, mask
 inline void stream(float* p, Vec x) { _mm256_stream_ps(p, x); }
 inline void fence() { _mm_sfence(); }
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }

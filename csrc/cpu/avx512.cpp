@@ -21,6 +21,7 @@ inline void store_part(float* p, Mask mask, Vec x) { _mm512_mask_storeu_ps(p, ma
 inline void stream(float* p, Vec x) { _mm512_stream_ps(p, x); }
 inline void fence() { _mm_sfence(); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }

@@ -3,7 +3,7 @@
 // Included by avx512.cpp, avx2.cpp and portable.cpp inside a namespace of their own, after they define
 //   Vec, Mask, kWidth            a vector of kWidth floats; which of its lanes a partial access touches
 //   kMaxVectors                  accumulators that fit the registers: 8 or 16
-//   zero splat load load_part store store_part stream fence add mul div fma sqrt sum mask_for
+//   zero splat load load_part store store_part stream fence add sub mul div fma sqrt sum mask_for
 // Every function has internal linkage or lives in that namespace, and nothing of std is used: the linker may not mix builds.
 //
 // Mapping. A row of D floats is covered by blocks of whole vectors, the last one partial where D is no multiple of kWidth. Up to
@@ -71,6 +71,12 @@ SL_INLINE Span<S> zero_span() {
 template <typename S>
 SL_INLINE Vec load_vector(const float* row, int i, Mask mask) {
     return S::kHasTail && i == S::kFull ? load_part(row + i * kWidth, mask) : load(row + i * kWidth);
+}
+
+template <typename S>
+SL_INLINE void store_vector(float* row, int i, Mask mask, Vec value) {
+    if (S::kHasTail && i == S::kFull) store_part(row + i * kWidth, mask, value);
+    else store(row + i * kWidth, value);
 }
 
 template <typename S>

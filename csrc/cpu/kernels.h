@@ -64,7 +64,8 @@ struct Source {
 /// two parts share a cache line of `heads`.
 struct UpdateArgs {
     float* table;
-    float* state;
+    float* first;             // of the rule's state
+    float* second;
     int64_t dim;
     const Source* sources;
     int64_t num_sources;
@@ -73,6 +74,8 @@ struct UpdateArgs {
     float lr;
     float eps;
     float weight_decay;
+    float first_gain;
+    float second_gain;
     int32_t prefetch;
     int32_t part;
     int32_t part_mask;

@@ -27,6 +27,7 @@ inline void store_part(float* p, Mask lanes, Vec x) {
 inline void stream(float* p, Vec x) { store(p, x); }
 inline void fence() {}
 inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
 inline Vec fma(Vec a, Vec b, Vec c) {

@@ -140,16 +140,19 @@ void use(UpdateArgs& args, sl_program& program, int64_t table, Workspace& worksp
     args.scratch = workspace.scratch.of<float>(0);
 }
 
-void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float* table, float* state, Workspace& workspace) {
+void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float* table, const sl_state& state, Workspace& workspace) {
     const auto t = static_cast<size_t>(task.table);
     UpdateArgs args = arguments(program, task.table, program.source_ranges[t]);
     args.table = table;
-    args.state = state;
+    args.first = state.first;
+    args.second = state.second;
     args.kind = rule.kind;
     args.maximize = rule.maximize;
     args.lr = rule.lr;
     args.eps = rule.eps;
     args.weight_decay = rule.weight_decay;
+    args.first_gain = rule.first_gain;
+    args.second_gain = rule.second_gain;
     args.part = task.part;
     args.part_mask = task.parts - 1;
     if (program.tables[t].coalesce == SL_COALESCE_NONE) {
@@ -206,7 +209,7 @@ void cut(const Source& source, int64_t lookups_a_part, std::vector<Expansion>& p
 
 using namespace sparselift;
 
-extern "C" sl_status sl_update(sl_program* program, float* const* tables, float* const* states, const sl_rule* rules,
+extern "C" sl_status sl_update(sl_program* program, float* const* tables, const sl_state* states, const sl_rule* rules,
                                const sl_segment* segments, int64_t num_segments, int32_t threads) {
     return guarded([&]() -> sl_status {
         program->sources.clear();

@@ -183,8 +183,9 @@ SL_INLINE void prefetch_group(const UpdateArgs& a, int64_t u) {
     for (int64_t i = ahead; i > ahead - kGroup && i >= 0; --i) {
         const int64_t row = a.rows[i];
         prefetch_row<S>(a.table + row * a.dim);
-        if (a.kind == SL_ROWWISE_ADAGRAD) prefetch_line(a.state + row);
-        else if (a.kind == SL_ADAGRAD) prefetch_row<S>(a.state + row * a.dim);
+        if (a.kind == SL_ROWWISE_ADAGRAD) prefetch_line(a.first + row);
+        else if (a.kind != SL_SGD) prefetch_row<S>(a.first + row * a.dim);
+        if (a.kind == SL_ADAM) prefetch_row<S>(a.second + row * a.dim);
     }
     if (a.heads) {
         for (int64_t i = ahead - kGroup; i > ahead - 2 * kGroup && i >= 0; --i) prefetch_line(a.heads + a.rows[i]);
@@ -217,6 +218,24 @@ SL_INLINE void step_adagrad(const UpdateArgs& a, float* weight, float* state, co
     store_span(weight, w, mask);
 }
 
+/// The roundings of torch.optim.SparseAdam: m + (g - m) * (1 - beta1), v + (g * g - v) * (1 - beta2), w + -lr * (m / (sqrt(v) + eps)).
+/// Vector by vector: rows of three tables do not fit the registers.
+template <typename S>
+SL_INLINE void step_adam(const UpdateArgs& a, float* weight, int64_t offset, const Span<S>& grad, Mask mask) {
+    float* first = a.first + offset;
+    float* second = a.second + offset;
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) {
+        Vec m = load_vector<S>(first, i, mask), v = load_vector<S>(second, i, mask);
+        const Vec g = grad.v[i], w = load_vector<S>(weight, i, mask);
+        m = add(m, mul(sub(g, m), splat(a.first_gain)));
+        v = add(v, mul(sub(mul(g, g), v), splat(a.second_gain)));
+        store_vector<S>(first, i, mask, m);
+        store_vector<S>(second, i, mask, v);
+        store_vector<S>(weight, i, mask, add(w, mul(splat(-a.lr), div(m, add(sqrt(v), splat(a.eps))))));
+    }
+}
+
 /// The gradient as the rule wants it: sign and weight decay applied. Adds its squares to `squares`.
 template <typename S>
 SL_INLINE void adjust(const UpdateArgs& a, const float* weight, Span<S>& grad, Vec& squares, Mask mask) {
@@ -229,8 +248,8 @@ SL_INLINE void adjust(const UpdateArgs& a, const float* weight, Span<S>& grad, V
 
 /// Adds the mean square to the row's state. Returns what the gradient is multiplied by.
 SL_INLINE float rowwise_scale(const UpdateArgs& a, int64_t row, Vec squares) {
-    const float state = a.state[row] + sum(squares) / static_cast<float>(a.dim);
-    a.state[row] = state;
+    const float state = a.first[row] + sum(squares) / static_cast<float>(a.dim);
+    a.first[row] = state;
     return -a.lr / (__builtin_sqrtf(state) + a.eps);
 }
 
@@ -266,7 +285,8 @@ static void apply_one_block(const UpdateArgs& args, int64_t num_rows, Mask mask)
             Vec squares = zero();
             adjust(a, weight, grad, squares, mask);
             if (a.kind == SL_SGD) step_sgd(a, weight, grad, mask);
-            else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight, a.state + row * a.dim, grad, mask);
+            else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight, a.first + row * a.dim, grad, mask);
+            else if (a.kind == SL_ADAM) step_adam(a, weight, row * a.dim, grad, mask);
             else step_rowwise(weight, splat(rowwise_scale(a, row, squares)), grad, mask);
         }
     }
@@ -285,7 +305,8 @@ static void apply_blocks(const UpdateArgs& a, int64_t num_rows) {
             Span<S> grad = sum_chain<S>(a, head, column, mask);
             adjust(a, weight + column, grad, squares, mask);
             if (a.kind == SL_SGD) step_sgd(a, weight + column, grad, mask);
-            else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight + column, a.state + row * a.dim + column, grad, mask);
+            else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight + column, a.first + row * a.dim + column, grad, mask);
+            else if (a.kind == SL_ADAM) step_adam(a, weight + column, row * a.dim + column, grad, mask);
             else store_span(a.scratch + column, grad, mask);
         });
         if (a.kind != SL_ROWWISE_ADAGRAD) continue;

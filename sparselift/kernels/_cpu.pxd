@@ -9,7 +9,7 @@ cdef extern from "api/sparselift_cpu.h" nogil:
     enum: SL_SUM, SL_MEAN, SL_NONE
     enum: SL_COALESCE_CHAIN, SL_COALESCE_NONE
     enum: SL_PARTITION_BAG, SL_PARTITION_TABLE
-    enum: SL_RULE_ABSENT, SL_SGD, SL_ADAGRAD, SL_ROWWISE_ADAGRAD
+    enum: SL_RULE_ABSENT, SL_SGD, SL_ADAGRAD, SL_ROWWISE_ADAGRAD, SL_ADAM
     enum: SL_NUM_ISAS
 
     ctypedef struct sl_program
@@ -59,6 +59,12 @@ cdef extern from "api/sparselift_cpu.h" nogil:
         float lr
         float eps
         float weight_decay
+        float first_gain
+        float second_gain
+
+    ctypedef struct sl_state:
+        float* first
+        float* second
 
     ctypedef struct sl_segment:
         const sl_batch* batch
@@ -88,7 +94,7 @@ cdef extern from "api/sparselift_cpu.h" nogil:
                          int32_t threads)
     sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad,
                              float* out, int32_t threads)
-    sl_status sl_update(sl_program* program, float* const* tables, float* const* states, const sl_rule* rules,
+    sl_status sl_update(sl_program* program, float* const* tables, const sl_state* states, const sl_rule* rules,
                         const sl_segment* segments, int64_t num_segments, int32_t threads)
     sl_status sl_count_lookups(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count)
     sl_status sl_count_rows(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count)

@@ -147,7 +147,7 @@ cdef class Program:
     cdef int64_t* columns
     cdef sl_index_input* inputs
     cdef float** weights
-    cdef float** states
+    cdef sl_state* states
     cdef sl_rule* rules
     cdef sl_matrix* outputs
     cdef sl_segment* segments
@@ -168,7 +168,7 @@ cdef class Program:
         self.columns = <int64_t*>allocate(self.num_features, sizeof(int64_t))
         self.inputs = <sl_index_input*>allocate(self.num_features, sizeof(sl_index_input))
         self.weights = <float**>allocate(self.num_tables, sizeof(float*))
-        self.states = <float**>allocate(self.num_tables, sizeof(float*))
+        self.states = <sl_state*>allocate(self.num_tables, sizeof(sl_state))
         self.rules = <sl_rule*>allocate(self.num_tables, sizeof(sl_rule))
         self.outputs = <sl_matrix*>allocate(self.num_features, sizeof(sl_matrix))
         for t in range(self.num_tables):
@@ -443,10 +443,8 @@ cdef class Program:
 
     cdef int _read_rules(self, object states, object rules) except -1:
         cdef Py_ssize_t t
-        cdef int64_t columns
         cdef object previous = None
         cdef sl_rule parsed
-        cdef View view
         if len(rules) != self.num_tables or len(states) != self.num_tables:
             checks.check_rules(self, states, rules)
         fast_rules, fast_states = PySequence_Fast(rules, "a sequence is needed"), PySequence_Fast(states, "a sequence is needed")
@@ -459,19 +457,32 @@ cdef class Program:
                 checks.check_rule(self.tables[t], rule)
                 parsed.kind, parsed.maximize = 1 + UPDATE_RULES.index(rule.kind), rule.maximize
                 parsed.lr, parsed.eps, parsed.weight_decay = rule.lr, rule.eps, rule.weight_decay
+                parsed.first_gain, parsed.second_gain = 1 - rule.betas[0], 1 - rule.betas[1]
                 previous = rule
             if self.table_specs[t].coalesce == SL_COALESCE_NONE and parsed.kind != SL_SGD:
                 checks.check_rule(self.tables[t], rule)
             self.rules[t] = parsed
-            self.states[t] = NULL
-            if parsed.kind == SL_SGD:
-                continue
-            columns = self.table_specs[t].dim if parsed.kind == SL_ADAGRAD else 0
-            if not viewed(item(fast_states, t), &view) or not is_dense(&view, self.table_specs[t].rows, columns):
+            if parsed.kind != SL_SGD and not self._read_state(t, parsed.kind, item(fast_states, t)):
                 checks.check_rules(self, states, rules)
                 refuse(f"state of table {self.tables[t].name!r}")
-            self.states[t] = <float*>view.data
         return 0
+
+    cdef bint _read_state(self, Py_ssize_t t, int32_t kind, object state) except -1:
+        """Whether `state` is what the rule keeps; then fills `states`."""
+        cdef View view
+        cdef int64_t rows = self.table_specs[t].rows, columns = 0 if kind == SL_ROWWISE_ADAGRAD else self.table_specs[t].dim
+        first = state
+        if kind == SL_ADAM:
+            if not isinstance(state, tuple) or len(state) != 2:
+                return False
+            first = state[0]
+            if not viewed(state[1], &view) or not is_dense(&view, rows, columns):
+                return False
+            self.states[t].second = <float*>view.data
+        if not viewed(first, &view) or not is_dense(&view, rows, columns):
+            return False
+        self.states[t].first = <float*>view.data
+        return True
 
     cdef Py_ssize_t _read_segments(self, object segments, list kept) except -1:
         cdef Py_ssize_t count, s

@@ -18,7 +18,10 @@ from torch import Tensor, float32
 POOLINGS = ("sum", "mean", "none")
 COALESCE_METHODS = ("chain", "none", "sort")
 PARTITIONS = ("bag", "table")
-UPDATE_RULES = ("sgd", "adagrad", "rowwise_adagrad")
+UPDATE_RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+
+# What a rule keeps of a table: nothing, Adagrad's sums, or Adam's first and second moments.
+State = Tensor | tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,21 @@ class UpdateRule:
     sgd              w -= lr * g                               (torch allows no weight decay with sparse gradients)
     adagrad          s += g**2;        w -= lr * g / (sqrt(s) + eps)     s: (R, D), torch.optim.Adagrad
     rowwise_adagrad  s += mean(g**2);  w -= lr * g / (sqrt(s) + eps)     s: (R,)
+    adam             m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g**2 - v);  w -= lr * m / (sqrt(v) + eps)
+                                                                         (m, v): (R, D) each, torch.optim.SparseAdam
     """
 
     kind: str
-    lr: float                      # the effective rate of this step: Adagrad's lr_decay is already in it
+    lr: float                      # the effective rate of this step: Adagrad's lr_decay and Adam's bias corrections are already in it
     eps: float = 0.0
     weight_decay: float = 0.0      # L2: g += weight_decay * w on touched rows, before the formula (rowwise_adagrad only)
     maximize: bool = False
+    betas: tuple[float, float] = (0.0, 0.0)  # adam only
+
+
+def state_shapes(kind: str, rows: int, dim: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the tensors that a rule keeps of a table."""
+    return {"sgd": (), "adagrad": ((rows, dim),), "rowwise_adagrad": ((rows,),), "adam": ((rows, dim), (rows, dim))}[kind]
 
 
 class IndexBatch(ABC):
@@ -175,7 +186,7 @@ class BagProgram(ABC):
         """(K,) gradient of a feature's per-sample weights: <grad[bag], table[id]>; 0 for padding."""
 
     @abstractmethod
-    def update(self, tables: Sequence[Tensor | None], states: Sequence[Tensor | None],
+    def update(self, tables: Sequence[Tensor | None], states: Sequence[State],
                rules: Sequence[UpdateRule | None], segments: Sequence[Segment]) -> None:
         """Apply the optimizer's formula to every touched row, in place. A table whose rule is None is left alone, and may be None.
 

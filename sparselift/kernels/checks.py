@@ -20,8 +20,10 @@ from .base import (
     FeatureSpec,
     IndexBatch,
     Segment,
+    State,
     TableSpec,
     UpdateRule,
+    state_shapes,
 )
 
 MAX_ROWS = MAX_LOOKUPS = 2**31 - 1     # ids and positions are kept as int32
@@ -65,7 +67,7 @@ def _one_of(where: str, what: str, value: str, choices: tuple[str, ...]) -> None
         raise ValueError(f"{where}: {what} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def check_rules(program: BagProgram, states: Sequence[Tensor | None], rules: Sequence[UpdateRule | None]) -> None:
+def check_rules(program: BagProgram, states: Sequence[State], rules: Sequence[UpdateRule | None]) -> None:
     """Raises ValueError or TypeError for a rule without the state it needs, or that its table's knobs exclude."""
     count = len(program.tables)
     if len(rules) != count or len(states) != count:
@@ -74,11 +76,13 @@ def check_rules(program: BagProgram, states: Sequence[Tensor | None], rules: Seq
         if rule is None:
             continue
         check_rule(table, rule)
-        if rule.kind != "sgd":
-            shape = (table.rows, table.dim) if rule.kind == "adagrad" else (table.rows,)
-            if state is None:
-                raise ValueError(f"table {table.name!r}: {rule.kind} needs a state of shape {shape}; got None")
-            check_dense(f"state of table {table.name!r}", state, shape)
+        shapes = state_shapes(rule.kind, table.rows, table.dim)
+        given = state if isinstance(state, tuple) else () if state is None else (state,)
+        if shapes and len(given) != len(shapes):
+            wanted = f"a state of shape {shapes[0]}" if len(shapes) == 1 else f"states of shapes {' and '.join(map(str, shapes))}"
+            raise ValueError(f"table {table.name!r}: {rule.kind} needs {wanted}; got {len(given) or None}")
+        for tensor, shape in zip(given, shapes):
+            check_dense(f"state of table {table.name!r}", tensor, shape)
 
 
 def check_rule(table: TableSpec, rule: UpdateRule) -> None:
@@ -89,6 +93,8 @@ def check_rule(table: TableSpec, rule: UpdateRule) -> None:
         raise ValueError(f"{where}: coalesce='none' allows sgd alone; got {rule.kind}")
     if rule.weight_decay and rule.kind != "rowwise_adagrad":
         raise ValueError(f"{where}: weight decay is defined for rowwise_adagrad alone; got {rule.weight_decay} with {rule.kind}")
+    if not all(0 <= beta < 1 for beta in rule.betas):
+        raise ValueError(f"{where}: betas must be at least 0 and below 1; got {rule.betas}")
 
 
 def check_dense(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

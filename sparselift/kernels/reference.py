@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, TableSpec, UpdateRule
+from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, State, TableSpec, UpdateRule
 from .checks import (
     INDEX_DTYPES,
     check_bag_length,
@@ -122,7 +122,7 @@ class ReferenceProgram(BagProgram):
             products = (grad[look.bags].double() * tables[spec.table][look.ids].double()).sum(1).float()
             return products if spec.padding_idx is None else products.masked_fill_(look.ids == spec.padding_idx, 0)
 
-    def update(self, tables: Sequence[Tensor | None], states: Sequence[Tensor | None],
+    def update(self, tables: Sequence[Tensor | None], states: Sequence[State],
                rules: Sequence[UpdateRule | None], segments: Sequence[Segment]) -> None:
         check_rules(self, states, rules)
         check_tables(self, tables, rules)
@@ -263,7 +263,7 @@ def _sqrt(values: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(values.numpy()))
 
 
-def _apply(table: Tensor, state: Tensor | None, rule: UpdateRule, rows: Tensor, grads: Tensor) -> None:
+def _apply(table: Tensor, state: State, rule: UpdateRule, rows: Tensor, grads: Tensor) -> None:
     """One step of the rule on `rows`, with the roundings of torch's own optimizers."""
     weights = table[rows]
     grads = -grads if rule.maximize else grads
@@ -273,8 +273,15 @@ def _apply(table: Tensor, state: Tensor | None, rule: UpdateRule, rows: Tensor, 
     if rule.kind == "sgd":
         table[rows] = fma(rate, grads, weights)
         return
-    assert state is not None
     eps = torch.tensor(rule.eps, dtype=torch.float32)
+    if rule.kind == "adam":
+        assert isinstance(state, tuple)
+        for moment, target, beta in zip(state, (grads, grads * grads), rule.betas):
+            moment[rows] += (target - moment[rows]) * torch.tensor(1 - beta, dtype=torch.float32)
+        first, second = (moment[rows] for moment in state)
+        table[rows] = weights + rate * (first / (_sqrt(second) + eps))
+        return
+    assert isinstance(state, Tensor)
     if rule.kind == "adagrad":
         state[rows] += grads * grads
         table[rows] = fma(rate, grads / (_sqrt(state[rows]) + eps), weights)

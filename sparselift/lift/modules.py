@@ -203,7 +203,7 @@ UPDATE_RULES = (
     Rule("in several parameter groups", lambda update: len(update.held) > 1,
          "its weight is in {count} parameter groups, so that a step updates it more than once", "keep it in one"),
     Rule("a dense gradient under an optimizer that moves untouched rows", lambda update: bool(update.obstacle()[1]),
-         "its gradient is dense (sparse=False), and {optimizer} natively moves untouched rows too: {obstacle}",
+         "its gradient is dense (sparse=False), and {optimizer} natively raises or moves untouched rows too: {obstacle}",
          "sparse=True, or an optimizer that leaves untouched rows alone"),
 )
 

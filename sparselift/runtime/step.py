@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from sparselift.grad import GradState, PendingGrad
-from sparselift.kernels.base import Segment, UpdateRule
-from sparselift.optim import FUSED_OPTIMIZERS, fused_rule, update_rule
+from sparselift.kernels.base import Segment, State, UpdateRule
+from sparselift.optim import FUSED_OPTIMIZERS, fused_rule, rule_state, start_state, state_obstacle, update_rule
 from sparselift.runtime._hot import arrange, consists_of_lookups, hide, is_table, pending, show
 from sparselift.runtime.executor import Runtime
 from sparselift.workload import check_ranks
 
 _ONE = torch.ones(())
 _NO_STATE: dict[str, Any] = {}
-_SUM_DIMS = {"sgd": 0, "adagrad": 2, "rowwise_adagrad": 1}     # dimensions of the state that a rule keeps
+_SUM_DIMS = {"sgd": 0, "adagrad": 2, "rowwise_adagrad": 1}     # dimensions of the sums that a rule keeps, where it keeps those alone
 
 
-# One table that the kernels are to update: weight, gradient, rule, Adagrad's sums.
-_Update = tuple[Tensor, GradState, UpdateRule, Tensor | None]
+# One table that the kernels are to update: weight, gradient, rule, the rule's state.
+_Update = tuple[Tensor, GradState, UpdateRule, State]
 
 
 class FusedStep:
@@ -111,7 +111,7 @@ class FusedStep:
         """Run the step of an optimizer with one param group whose tables got their gradients from the same lookups; False for another."""
         group = optimizer.param_groups[0]
         kind, _ = fused_rule(optimizer, group, True)
-        if kind is None or len(optimizer.param_groups) > 1 or group.get("lr_decay") or _is_scaled(optimizer):
+        if kind not in _SUM_DIMS or len(optimizer.param_groups) > 1 or group.get("lr_decay") or _is_scaled(optimizer):
             return False
         found = arrange(group["params"], optimizer.state, _SUM_DIMS[kind], self.fused)
         if found is None or found.arrived[0].owners is not self.runtime.owners or (self.one_backward and len(found.arrived) > 1):
@@ -131,18 +131,19 @@ class FusedStep:
 
     def _table_by_table(self, optimizer: torch.optim.Optimizer) -> None:
         updates: list[_Update] = []
-        counters: list[Tensor] = []
+        stepped: list[dict[str, Any]] = []       # states of the optimizer
         for group in optimizer.param_groups:
-            self._split(optimizer, group, updates, counters)
+            self._split(optimizer, group, updates, stepped)
         if updates:
             for arrival in {arrival for _, state, _, _ in updates for arrival in state.arrived}:
                 arrival.segment.check_unchanged()
             for batch in _by_arrivals(updates):
                 _run_updates(batch)
-            _count(counters)
+            _count_states(stepped)
             torch.autograd.graph.increment_version([weight for weight, _, _, _ in updates])
 
-    def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], updates: list[_Update], counters: list[Tensor]) -> None:
+    def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], updates: list[_Update],
+               stepped: list[dict[str, Any]]) -> None:
         """Hide the pending gradients of a param group's tables; give torch's loop real ones where it must update them itself."""
         found = [(weight, grad, state) for weight, grad, state in pending(group["params"])
                  if not state.arrived or state.arrived[0].owners is self.runtime.owners]
@@ -154,9 +155,13 @@ class FusedStep:
         shared: UpdateRule | None = None
         for weight, grad, state in found:
             rule, reason = rules[state.sparse]
-            own = optimizer.state.get(weight, _NO_STATE) if rule not in (None, "sgd") else _NO_STATE
+            own = _NO_STATE
             if rule is not None:
-                reason = self._obstacle(state, weight) or (_state_obstacle(rule, own, weight) if rule != "sgd" else "")
+                reason = self._obstacle(state, weight)
+            if rule not in (None, "sgd") and not reason:
+                start_state(rule, optimizer, weight)
+                own = optimizer.state.get(weight, _NO_STATE)
+                reason = state_obstacle(rule, own, weight)
             if reason:
                 knobs = self.runtime.knobs.get(state.table)
                 self.lent.append(_Loan(weight, grad, knobs is not None and knobs.update == "coalesced"))
@@ -165,11 +170,11 @@ class FusedStep:
             assert rule is not None
             self.hidden.append((weight, grad))
             weight.grad = None
-            if shared is None or "lr_decay" in group or shared.kind != rule:
+            if shared is None or "lr_decay" in group or rule == "adam" or shared.kind != rule:
                 shared = update_rule(rule, group, own)
-            updates.append((weight, state, shared, own.get("sum")))
+            updates.append((weight, state, shared, rule_state(rule, own)))
             if own:
-                counters.append(own["step"])
+                stepped.append(own)
 
     def _obstacle(self, state: GradState, weight: Tensor) -> str:
         """Why the kernels may not take a table's gradient; empty if they may."""
@@ -211,15 +216,6 @@ def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
 
 
-def _state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
-    total = state.get("sum")
-    shape = weight.shape if rule == "adagrad" else weight.shape[:1]
-    if ("step" not in state or not isinstance(total, Tensor) or total.dtype != torch.float32 or total.shape != shape
-            or not total.is_contiguous()):
-        return f"the optimizer's state has no contiguous float32 'sum' of shape {tuple(shape)}"
-    return ""
-
-
 def _by_arrivals(updates: Sequence[_Update]) -> list[list[_Update]]:
     """Tables whose gradients consist of the same backwards of one program, and so go into one kernel call."""
     batches: dict[tuple[int, ...], dict[str, _Update]] = {}
@@ -237,11 +233,11 @@ def _run_updates(updates: Sequence[_Update]) -> None:
     arrived = updates[0][1].arrived
     place = arrived[0].place
     weights: list[Tensor | None] = [None] * len(place)
-    states: list[Tensor | None] = [None] * len(place)
+    states: list[State] = [None] * len(place)
     rules: list[UpdateRule | None] = [None] * len(place)
-    for weight, grad, rule, sums in updates:
+    for weight, grad, rule, own in updates:
         position = place[grad.table]
-        weights[position], states[position], rules[position] = weight, sums, rule
+        weights[position], states[position], rules[position] = weight, own, rule
     arrived[0].program.update(weights, states, rules, [_segment(updates, i) for i in range(len(arrived))])
 
 
@@ -249,6 +245,14 @@ def _count(steps: list[Tensor]) -> None:
     if steps:
         with torch.no_grad():
             torch._foreach_add_(steps, _ONE, alpha=1)     # of a number torch would make a tensor, once a step count
+
+
+def _count_states(states: Sequence[dict[str, Any]]) -> None:
+    """Add the step to the counters in an optimizer's states: tensors, or SparseAdam's numbers."""
+    _count([own["step"] for own in states if isinstance(own["step"], Tensor)])
+    for own in states:
+        if not isinstance(own["step"], Tensor):
+            own["step"] += 1
 
 
 def _segment(updates: Sequence[_Update], position: int) -> Segment:

@@ -6,12 +6,13 @@ Letters: B bags, K ids, D columns, R rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from sparselift.ir import Feature, Structure
+from sparselift.kernels.base import state_shapes
 from sparselift.stats import Sketch
 from sparselift.verify.twin import LR, Rule, TwinBatch
 
@@ -117,21 +118,21 @@ class Oracle:
     structure: Structure
     rules: Mapping[str, Rule]
     weights: dict[str, Tensor]     # (R, D) float64
-    sums: dict[str, Tensor]        # Adagrad's, float64
+    sums: dict[str, tuple[Tensor, ...]]  # what the rule keeps, Adagrad's sums or Adam's moments, float64
     grads: dict[str, Tensor]       # accumulated, (R, D) float64
     absolute: dict[str, Tensor]    # the same with absolute terms
+    named: dict[str, Tensor]       # (R,) rows that ids name, whatever their gradient
     largest: float = 0.0
+    steps: dict[str, int] = field(default_factory=dict)   # of the tables that Adam updates
 
     @classmethod
     def start(cls, structure: Structure, rules: Mapping[str, Rule], weights: Mapping[str, Tensor]) -> Oracle:
         doubles = {name: weight.double() for name, weight in weights.items()}
-        sums = {}
-        for name, rule in rules.items():
-            if rule.formula != "sgd":
-                shape = doubles[name].shape if rule.formula == "adagrad" else doubles[name].shape[:1]
-                sums[name] = torch.full(shape, rule.options["initial_accumulator_value"], dtype=torch.float64)
+        sums = {name: tuple(torch.full(shape, rule.options.get("initial_accumulator_value", 0.0), dtype=torch.float64)
+                            for shape in state_shapes(rule.formula, *doubles[name].shape)) for name, rule in rules.items()}
         zeros = {name: torch.zeros_like(weight) for name, weight in doubles.items()}
-        return cls(structure, rules, doubles, sums, zeros, {name: zero.clone() for name, zero in zeros.items()})
+        named = {name: torch.zeros(len(weight), dtype=torch.bool) for name, weight in doubles.items()}
+        return cls(structure, rules, doubles, sums, zeros, {name: zero.clone() for name, zero in zeros.items()}, named)
 
     def lookup(self, drawn: Drawn) -> dict[str, Tensor]:
         """(B, D) pooled rows a feature; (K, D) without pooling."""
@@ -159,6 +160,7 @@ class Oracle:
             grad = arrived * factor[:, None] / (count[bag, None] if feature.pooling == "mean" else 1)
             self.grads[feature.table].index_add_(0, ids[keep], grad[keep])
             self.absolute[feature.table].index_add_(0, ids[keep], grad[keep].abs())
+            self.named[feature.table][ids[keep]] = True
             self._note(self.absolute[feature.table], 1 / MAX_MEAN_LENGTH)
             if feature.weighted:
                 products = arrived * self.weights[feature.table][ids]
@@ -169,20 +171,31 @@ class Oracle:
     def step(self) -> None:
         """Apply the accumulated gradients of the tables that have a rule; forget all."""
         for name, rule in self.rules.items():
-            grad, touched = self.grads[name] * rule.sign, self.absolute[name].sum(1) > 0
+            grad, touched = self.grads[name] * rule.sign, self.named[name]
             if rule.formula == "sgd":
                 self._note(self.weights[name].abs() + LR * self.absolute[name], self._unit(name))
                 self.weights[name] -= LR * grad
                 continue
+            if rule.formula == "adam":
+                self._decay(name, rule, grad, touched)
+                continue
             decay = rule.options["weight_decay"]
             grad = torch.where(touched[:, None], grad + decay * self.weights[name], 0.0)
-            square = grad.square() if rule.formula == "adagrad" else grad.square().mean(1)
-            self.sums[name] += square
+            sums, = self.sums[name]
+            sums += grad.square() if rule.formula == "adagrad" else grad.square().mean(1)
             unit = (decay or 1.0) / MAX_MEAN_LENGTH
-            self._note(self.sums[name] * (1 if rule.formula == "adagrad" else grad.shape[1]), unit * unit)
-        for grads in (self.grads, self.absolute):
-            for grad in grads.values():
-                grad.zero_()
+            self._note(sums * (1 if rule.formula == "adagrad" else grad.shape[1]), unit * unit)
+        for kept in (self.grads, self.absolute, self.named):
+            for each in kept.values():
+                each.zero_()
+
+    def _decay(self, name: str, rule: Rule, grad: Tensor, touched: Tensor) -> None:
+        """Adam's moments of the touched rows. A step adds the bits of what is left to 1 of its beta to their unit."""
+        self.steps[name] = self.steps.get(name, 0) + 1
+        for power, (moment, beta) in enumerate(zip(self.sums[name], rule.options["betas"]), 1):
+            target = grad ** power
+            self._note(moment.abs() + target.abs(), ((1 - beta) ** self.steps[name]) / MAX_MEAN_LENGTH ** power)
+            moment += torch.where(touched[:, None], (1 - beta) * (target - moment), 0.0)
 
     def _unit(self, table: str) -> float:
         """What every weight is a multiple of: integers, after SGD the rate times a mean's smallest share."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from sparselift.apply import Applied
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Feature, Structure
-from sparselift.kernels.base import UpdateRule
-from sparselift.optim import fused_rule, update_rule
+from sparselift.kernels.base import UpdateRule, state_shapes
+from sparselift.optim import fused_rule, state_parts, update_rule
 from sparselift.preserve import preserve
 from sparselift.schedule import Schedule
 from sparselift.workload import Workload
@@ -46,7 +46,7 @@ class _Step:
     lookups: dict[str, _Lookup]
     before: dict[str, Tensor] = field(default_factory=dict)       # by table: the touched rows (U, D)
     after: dict[str, Tensor] = field(default_factory=dict)
-    sums: dict[str, Tensor] = field(default_factory=dict)         # Adagrad's, before the step
+    sums: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)  # what the rule keeps of these rows, before the step
     dense: dict[str, Tensor] = field(default_factory=dict)        # other parameters after the step
 
 
@@ -100,7 +100,7 @@ def _run(structure: Structure, work: Workload, batch: Any,
 
 
 def _rules(structure: Structure, weights: Mapping[str, Tensor], rows: Mapping[str, Tensor],
-           optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, UpdateRule], dict[str, Tensor]]:
+           optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, UpdateRule], dict[str, tuple[Tensor, ...]]]:
     rules, sums = {}, {}
     for table in structure.tables:
         if table.optimizer is None:
@@ -111,8 +111,9 @@ def _rules(structure: Structure, weights: Mapping[str, Tensor], rows: Mapping[st
         if kind is not None:
             state = optimizer.state.get(weight, {}) if kind != "sgd" else {}
             rules[table.name] = update_rule(kind, group, state)
-            if kind != "sgd":
-                sums[table.name] = state["sum"][rows[table.name]].double()
+            shapes = state_shapes(kind, len(rows[table.name]), table.dim)
+            kept = [part[rows[table.name]].double() for part in state_parts(kind, state)]
+            sums[table.name] = tuple(kept or [torch.zeros(shape, dtype=torch.float64) for shape in shapes])
     return rules, sums
 
 
@@ -205,8 +206,10 @@ def _check_update(structure: Structure, table: str, rule: UpdateRule, native: _S
     error = (terms + 4) * U * (absolute + rule.weight_decay * before.abs())   # of a row's summed gradient
     if rule.kind == "sgd":
         update, slack = rule.lr * grad, rule.lr * error + terms * U * (before.abs() + rule.lr * absolute)
+    elif rule.kind == "adam":
+        update, slack = _adam(rule, grad, error, native.sums[table])
     else:
-        update, slack = _adagrad(rule, grad, error, native.sums[table])
+        update, slack = _adagrad(rule, grad, error, native.sums[table][0])
     want = torch.where(touched, before - update, before)
     bound = torch.where(touched, slack + 8 * U * update.abs() + 2 * U * torch.maximum(before.abs(), want.abs()), 0.0)
     return _share(f"rows of {table} after the step", planned.after[table], want, bound)
@@ -221,6 +224,18 @@ def _adagrad(rule: UpdateRule, grad: Tensor, error: Tensor, sums: Tensor) -> tup
         spread = error.amax(1, keepdim=True) * grad.shape[1] ** 0.5
     scale = rule.lr / (root + rule.eps).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(grad == 0, 0.0, scale * grad), 2 * scale * (error + spread)
+
+
+def _adam(rule: UpdateRule, grad: Tensor, error: Tensor, moments: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The update, and how far errors of the gradient and roundings of both moments move it."""
+    (first, second), (gain1, gain2) = moments, (1 - beta for beta in rule.betas)
+    mean, square = first + gain1 * (grad - first), second + gain2 * (grad.square() - second)
+    mean_error = gain1 * error + 3 * U * (first.abs() + grad.abs())
+    square_error = gain2 * (2 * grad.abs() * error + error.square()) + 3 * U * (second + grad.square())
+    least = (square - square_error).clamp(min=0).sqrt()         # a root is steepest below
+    tiny = torch.finfo(torch.float32).tiny
+    root, low = (square.sqrt() + rule.eps).clamp(min=tiny), (least + rule.eps).clamp(min=tiny)
+    return rule.lr * mean / root, rule.lr * (mean_error + mean.abs() * (square.sqrt() - least) / root) / low
 
 
 def _share(what: str, got: Tensor, want: Tensor, bound: Tensor) -> float:

@@ -18,6 +18,7 @@ from sparselift.optim import fused_rule
 
 MAX_ROWS = 512                     # enough for several row bands, small enough to build and compare in microseconds
 LR = EPS = 0.25                    # powers of two: they scale without rounding
+BETAS = (0.75, 0.5)                # and so are what is left to 1, as many bits as three steps have room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Rule:
 
     kind: type[torch.optim.Optimizer]
     options: Mapping[str, Any]
-    formula: str                   # "sgd", "adagrad" or "rowwise_adagrad"
+    formula: str                   # "sgd", "adagrad", "rowwise_adagrad" or "adam"
 
     @property
     def sign(self) -> float:
@@ -116,9 +117,12 @@ def table_rules(structure: Structure, weights: Mapping[str, Tensor], optimizers:
         if formula is None:
             rules[table.name] = Rule(torch.optim.SGD, {"lr": LR}, "sgd")
             continue
-        known = {"maximize": bool(group["maximize"]), "lr": LR}
+        known: dict[str, Any] = {"maximize": bool(group["maximize"]), "lr": LR}
         if formula != "sgd":
             known["eps"] = EPS if group["eps"] else 0.0
+        if formula == "adam":
+            known["betas"] = tuple(beta if given else 0.0 for beta, given in zip(BETAS, group["betas"]))
+        if formula in ("adagrad", "rowwise_adagrad"):
             known["initial_accumulator_value"] = 1.0 if group["initial_accumulator_value"] or not group["eps"] else 0.0
             known["weight_decay"] = 0.25 if group["weight_decay"] else 0.0
         if formula == "adagrad":

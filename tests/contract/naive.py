@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparselift.kernels.base import BagProgram, FeatureSpec, KernelBackend, TableSpec, UpdateRule
+from sparselift.kernels.base import BagProgram, FeatureSpec, KernelBackend, State, TableSpec, UpdateRule, state_shapes
 
 
 @dataclass
@@ -86,18 +86,36 @@ def row_sums(parts: Sequence[tuple[list[int], np.ndarray]]) -> dict[int, np.ndar
     return dict(sorted(sums.items()))
 
 
-def updated(weight: Tensor, state: Tensor | None, rule: UpdateRule, sums: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Weight and state after one step of the rule, float64."""
+def updated(weight: Tensor, state: State, rule: UpdateRule, sums: dict[int, np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Weight and the tensors of the state after one step of the rule, float64."""
     w = weight.double().numpy().copy()
-    s = None if state is None else state.double().numpy().copy()
+    states = [part.double().numpy().copy() for part in parts_of(state)]
     for row, g in sums.items():
         g = (-g if rule.maximize else g) + rule.weight_decay * w[row]
-        if s is None:
+        if rule.kind == "sgd":
             w[row] -= rule.lr * g
+        elif rule.kind == "adam":
+            for moment, target, beta in zip(states, (g, g * g), rule.betas):
+                moment[row] = beta * moment[row] + (1 - beta) * target
+            w[row] -= rule.lr * states[0][row] / (np.sqrt(states[1][row]) + rule.eps)
         else:
-            s[row] += np.mean(g * g) if rule.kind == "rowwise_adagrad" else g * g
-            w[row] -= rule.lr * g / (np.sqrt(s[row]) + rule.eps)
-    return w, s
+            states[0][row] += np.mean(g * g) if rule.kind == "rowwise_adagrad" else g * g
+            w[row] -= rule.lr * g / (np.sqrt(states[0][row]) + rule.eps)
+    return w, states
+
+
+def parts_of(state: State) -> tuple[Tensor, ...]:
+    """The tensors of a rule's state."""
+    return state if isinstance(state, tuple) else () if state is None else (state,)
+
+
+def fresh_state(table: TableSpec, rule: UpdateRule) -> State:
+    """Small integers, as a rule's earlier steps may have left them."""
+    rng = np.random.default_rng(9)
+    parts = [integers(rng, shape) for shape in state_shapes(rule.kind, table.rows, table.dim)]
+    if parts:
+        parts[-1].abs_()                       # what a root is taken of
+    return tuple(parts) if len(parts) == 2 else parts[0] if parts else None
 
 
 def integers(rng: np.random.Generator, shape: tuple[int, ...], bound: int = 4) -> Tensor:

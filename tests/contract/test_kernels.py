@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableKnobs, TableSpec, UpdateRule
-from tests.contract.naive import Case, integers, lookup_grads, pooled, random_case, random_grads, row_sums, updated
+from tests.contract.naive import Case, fresh_state, lookup_grads, parts_of, pooled, random_case, random_grads, row_sums, updated
 
 SGD = UpdateRule("sgd", lr=0.5)
 RULES = [SGD, UpdateRule("sgd", lr=0.25, maximize=True), UpdateRule("adagrad", lr=0.5, eps=0.25),
-         UpdateRule("rowwise_adagrad", lr=0.5, eps=0.25), UpdateRule("rowwise_adagrad", lr=0.5, eps=0.25, weight_decay=0.5, maximize=True)]
+         UpdateRule("rowwise_adagrad", lr=0.5, eps=0.25), UpdateRule("rowwise_adagrad", lr=0.5, eps=0.25, weight_decay=0.5, maximize=True),
+         UpdateRule("adam", lr=0.5, eps=0.25, betas=(0.75, 0.5)), UpdateRule("adam", lr=0.5, eps=0.25, betas=(0.5, 0.75), maximize=True)]
 DIMS = [1, 3, 4, 17, 64, 128, 1000]
 CASES = {
     "sum": {},
@@ -42,23 +43,18 @@ def with_knobs(case: Case, **knobs) -> Case:
     return case
 
 
-def fresh_state(case: Case, table: int, rule: UpdateRule) -> Tensor | None:
-    spec = case.tables[table]
-    shape = {"sgd": None, "adagrad": (spec.rows, spec.dim), "rowwise_adagrad": (spec.rows,)}[rule.kind]
-    return None if shape is None else integers(np.random.default_rng(9), shape).abs_()
-
-
 def check_update(case: Case, program: BagProgram, rule: UpdateRule, segments: list[Segment], parts: list[list]) -> None:
     """`parts` a table: (ids, gradients) of every lookup. SGD is exact, the others round at the square root and the division."""
-    states = [fresh_state(case, t, rule) for t in range(len(case.tables))]
+    states = [fresh_state(table, rule) for table in case.tables]
     expected = [updated(w, s, rule, row_sums(p)) for w, s, p in zip(case.weights, states, parts)]
     program.update(case.weights, states, [rule] * len(states), segments)
-    for weight, state, (want_weight, want_state) in zip(case.weights, states, expected):
+    for weight, state, (want_weight, want_parts) in zip(case.weights, states, expected):
         if rule.kind == "sgd":
             assert np.array_equal(weight.numpy(), want_weight)
         else:
             assert np.allclose(weight.numpy(), want_weight, rtol=1e-6, atol=1e-6)
-            assert np.allclose(state.numpy(), want_state, rtol=2e-7, atol=0)
+        for part, want in zip(parts_of(state), want_parts, strict=True):
+            assert np.allclose(part.numpy(), want, rtol=2e-7, atol=0)
 
 
 class TestKernels:
@@ -153,7 +149,7 @@ class TestKernels:
             grads = random_grads(case, batch, seed)
             check_update(case, program, SGD, [Segment(batch, grads)], [[lookup_grads(case, t, grads)] for t in range(len(case.tables))])
 
-    @pytest.mark.parametrize("rule", RULES[:1] + RULES[2:4], ids=lambda r: r.kind)
+    @pytest.mark.parametrize("rule", RULES[:1] + RULES[2:4] + RULES[5:6], ids=lambda r: r.kind)
     @pytest.mark.parametrize("coalesce", ["chain", "sort"])
     @pytest.mark.parametrize("dim", DIMS)
     def test_update_of_any_dim(self, backend, dim, coalesce, rule):

@@ -62,7 +62,32 @@ class TestRealValues:
             assert ((mine - bag.weight).abs() <= 4 * 2.0**-23 * largest).all()
             mine.copy_(bag.weight.detach())
 
-    @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
+    def test_torch_sparse_adam_without_duplicates(self, backend):
+        """As Adagrad: the moments have torch's bits, weights agree to 4 ulp. The first of three steps starts from nothing."""
+        generator = torch.Generator().manual_seed(6)
+        bag = torch.nn.EmbeddingBag(50, 17, mode="mean", sparse=True)
+        with torch.no_grad():
+            bag.weight.normal_(generator=generator)
+        mine, state = bag.weight.detach().clone(), (torch.zeros(50, 17), torch.zeros(50, 17))
+        program = backend.compile([TableSpec("t", 50, 17)], [FeatureSpec("f", 0, "mean")])
+        optimizer = torch.optim.SparseAdam(bag.parameters(), lr=0.037, betas=(0.8, 0.97), eps=1e-6)
+        for step in range(1, 4):
+            ids, starts = torch.randperm(50, generator=generator)[:40], torch.arange(0, 40, 7)
+            before = mine.clone()
+            expected = bag(ids, starts)
+            grad = torch.randn(expected.shape, generator=generator)
+            optimizer.zero_grad()
+            expected.backward(grad)
+            optimizer.step()
+            rule = UpdateRule("adam", 0.037 * (1 - 0.97**step) ** 0.5 / (1 - 0.8**step), eps=1e-6, betas=(0.8, 0.97))
+            program.update([mine], [state], [rule], [Segment(program.prepare([ids], [starts]), grad)])
+            for part, key in zip(state, ("exp_avg", "exp_avg_sq")):
+                assert torch.equal(part, optimizer.state[bag.weight][key])
+            largest = torch.maximum(before.abs(), mine.abs())
+            assert ((mine - bag.weight).abs() <= 4 * 2.0**-23 * largest).all()
+            mine.copy_(bag.weight.detach())
+
+    @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
     @pytest.mark.parametrize("dim", [17, 64, 300])
     def test_error_of_a_coalesced_update(self, backend, kind, dim):
         """n float32 additions err by at most n ulp of the sum of absolute terms; the formula adds a few roundings."""
@@ -70,9 +95,10 @@ class TestRealValues:
         ids, starts = torch.randint(0, 20, (400,), generator=generator), torch.arange(0, 400, 3)
         grad = torch.randn(len(starts), dim, generator=generator).abs_() + 0.5
         weight = torch.randn(20, dim, generator=generator)
-        rule = UpdateRule(kind, 0.037, eps=1e-3)
+        rule = UpdateRule(kind, 0.037, eps=1e-3, betas=(0.9, 0.99))
         program = backend.compile([TableSpec("t", 20, dim)], [FeatureSpec("f", 0)])
-        state = {"sgd": None, "adagrad": torch.ones(20, dim), "rowwise_adagrad": torch.ones(20)}[kind]
+        state = {"sgd": None, "adagrad": torch.ones(20, dim), "rowwise_adagrad": torch.ones(20),
+                 "adam": (torch.ones(20, dim), torch.ones(20, dim))}[kind]
         case = Case([TableSpec("t", 20, dim)], [FeatureSpec("f", 0)], [weight.clone()], [ids], [starts])
         sums = row_sums([lookup_grads(case, 0, [grad])])
         want, _ = updated(weight, state, rule, sums)

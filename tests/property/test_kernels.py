@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparselift.kernels import available_backends, get_backend
-from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
-from tests.contract.naive import Case, random_case, random_grads
+from sparselift.kernels.base import UPDATE_RULES, FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from tests.contract.naive import Case, fresh_state, parts_of, random_case, random_grads
 
 BACKENDS = [name for name in available_backends() if name.startswith("cpu-")]
 pytestmark = pytest.mark.skipif(not BACKENDS, reason="the CPU kernels are not built")
@@ -62,27 +62,27 @@ class TestAgainstTheReference:
         assert all(torch.equal(mine, other) for mine, other in zip(forward(get_backend(name), case), forward(REFERENCE, case)))
 
     @settings(max_examples=60, deadline=None)
-    @given(cases(), backends(), st.sampled_from(["sgd", "adagrad", "rowwise_adagrad"]), st.booleans(),
+    @given(cases(), backends(), st.sampled_from(UPDATE_RULES), st.booleans(),
            st.lists(st.sampled_from([None, 0.3, 1.0]), min_size=1, max_size=3), st.booleans())
     def test_update_has_its_bits(self, case, name, kind, maximize, scales, shared):
         """But for the row-wise rule, whose mean of squares may be summed in any order."""
         single = [table.knobs.coalesce == "none" for table in case.tables]
-        rules = [UpdateRule("sgd" if one else kind, 0.1, eps=1e-2, maximize=maximize) for one in single]
-        shapes = {"sgd": lambda t: None, "adagrad": lambda t: torch.ones(t.rows, t.dim), "rowwise_adagrad": lambda t: torch.ones(t.rows)}
+        rules = [UpdateRule("sgd" if one else kind, 0.1, eps=1e-2, maximize=maximize, betas=(0.9, 0.99)) for one in single]
         results = []
         for backend in (REFERENCE, get_backend(name)):
             program = case.compile(backend)
             batch = case.prepare(program)
             grads = arrived(case, batch, shared)
-            weights, states = [w.clone() for w in case.weights], [shapes[rule.kind](t) for rule, t in zip(rules, case.tables)]
+            weights, states = [w.clone() for w in case.weights], [fresh_state(table, rule) for rule, table in zip(rules, case.tables)]
             segments = [Segment(batch, grads, None if scale is None else [scale] * len(case.tables)) for scale in scales]
             program.update(weights, states, rules, segments)
             results.append((weights, states))
-        for rule, *pair in zip(rules, *(weights for weights, _ in results)):
-            if rule.kind == "rowwise_adagrad":
-                assert torch.allclose(*pair, rtol=1e-5, atol=1e-5)
-            else:
-                assert torch.equal(*pair)
+        for rule, *pair in zip(rules, *(zip(weights, states) for weights, states in results)):
+            for mine, other in zip(*((weight, *parts_of(state)) for weight, state in pair)):
+                if rule.kind == "rowwise_adagrad":
+                    assert torch.allclose(mine, other, rtol=1e-5, atol=1e-5)
+                else:
+                    assert torch.equal(mine, other)
 
     @settings(max_examples=40, deadline=None)
     @given(cases(), backends(), st.booleans())

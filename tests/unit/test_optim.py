@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sparselift
-from sparselift.kernels.base import UpdateRule
+from sparselift.kernels.base import UPDATE_RULES, UpdateRule
 from sparselift.optim import RowWiseAdagrad, fused_rule, update_rule
 
 ROWS, DIM = 6, 4
@@ -281,7 +281,8 @@ RULES = [
     (RowWiseAdagrad, {"lr": 0.1}, "rowwise_adagrad", "rowwise_adagrad"),
     (RowWiseAdagrad, {"lr": 0.1, "eps": 0.0}, "rowwise_adagrad", "eps=0"),
     (RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.5}, "rowwise_adagrad", "every row"),
-    (torch.optim.SparseAdam, {"lr": 0.1}, "SparseAdam", "SparseAdam"),
+    (torch.optim.SparseAdam, {"lr": 0.1}, "adam", "sparse gradients alone"),
+    (torch.optim.SparseAdam, {"lr": torch.tensor(0.1)}, "tensor learning rate", "sparse gradients alone"),
     (torch.optim.Adam, {"lr": 0.1}, "Adam", "Adam"),
 ]
 
@@ -292,7 +293,7 @@ def test_fused_rule(kind: type, options: dict, with_sparse: str, with_dense: str
     optimizer = kind([weights()], **options)
     for sparse, want in ((True, with_sparse), (False, with_dense)):
         rule, reason = fused_rule(optimizer, optimizer.param_groups[0], sparse)
-        if want in ("sgd", "adagrad", "rowwise_adagrad"):
+        if want in UPDATE_RULES:
             assert (rule, reason) == (want, "")
         else:
             assert rule is None

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9),
     "sparse_adam": lambda p: torch.optim.SparseAdam([q for q in p if q.shape[-1] == 8 and len(q) in (11, 40, 7)], lr=0.1),
 }
-FUSED = ("sgd", "adagrad", "rowwise")
+FUSED = ("sgd", "adagrad", "rowwise", "sparse_adam")
 
 
 class Pair:

@@ -110,6 +110,8 @@ OPTIMIZERS: dict[tuple[type, str], tuple[dict[str, Any], bool]] = {       # opti
     (torch.optim.Adagrad, "`weight_decay`"): ({"weight_decay": 0.1}, True),
     (torch.optim.Adagrad, "a tensor as learning rate"): ({"lr": torch.tensor(0.1)}, True),
     (torch.optim.Adagrad, "a dense gradient, `eps=0` and no initial accumulator"): ({"eps": 0.0}, False),
+    (torch.optim.SparseAdam, "a dense gradient"): ({}, False),
+    (torch.optim.SparseAdam, "a tensor as learning rate"): ({"lr": torch.tensor(0.1)}, True),
     (RowWiseAdagrad, "`weight_decay` with a dense gradient"): ({"weight_decay": 0.1}, False),
     (RowWiseAdagrad, "a dense gradient, `eps=0` and no initial accumulator"): ({"eps": 0.0}, False),
 }

@@ -40,8 +40,8 @@ OPTIMIZERS: dict[str, Callable[[Bags], Optimizers]] = {
     "rowwise": lambda m: split(m, RowWiseAdagrad, lr=0.1),
 }
 REFUSED = {   # with dense gradients
-    "momentum": "SGD natively moves untouched rows too: SGD with momentum=0.9",
-    "sparse_adam": "SparseAdam natively moves untouched rows too: no fused update for torch.optim",
+    "momentum": "SGD natively raises or moves untouched rows too: SGD with momentum=0.9",
+    "sparse_adam": "SparseAdam natively raises or moves untouched rows too: SparseAdam takes sparse gradients alone",
 }
 
 

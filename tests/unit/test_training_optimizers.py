@@ -78,7 +78,7 @@ def whole(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Make:
 
 
 SGD, ADAGRAD, ADAM = torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam
-FUSED, MOVES, TORCH = "nothing fell back", "natively moves untouched rows too", "torch's optimizer:"
+FUSED, MOVES, TORCH = "nothing fell back", "moves untouched rows too", "torch's optimizer:"
 # make, what happens with sparse gradients, with dense ones: FUSED, what explain or the refusal says, or the error that torch raises
 OPTIONS: dict[str, tuple[Make, Any, Any]] = {
     "sgd": (whole(SGD, lr=0.05), FUSED, FUSED),
@@ -98,8 +98,9 @@ OPTIONS: dict[str, tuple[Make, Any, Any]] = {
     "adagrad foreach": (whole(ADAGRAD, lr=0.1, foreach=True, maximize=True), FUSED, FUSED),
     "adagrad eps 0": (whole(ADAGRAD, lr=0.1, eps=0, initial_accumulator_value=0.1), FUSED, FUSED),
     "adagrad weight decay": (tables(ADAGRAD, lr=0.1, weight_decay=0.1), RuntimeError, MOVES),
-    "sparse adam": (tables(ADAM, lr=0.1, betas=(0.8, 0.9), eps=1e-6), TORCH, MOVES),
-    "sparse adam maximize": (tables(ADAM, lr=0.1, maximize=True), TORCH, MOVES),
+    "sparse adam": (tables(ADAM, lr=0.1, betas=(0.8, 0.9), eps=1e-6), FUSED, MOVES),
+    "sparse adam maximize": (tables(ADAM, lr=0.1, maximize=True), FUSED, MOVES),
+    "sparse adam tensor rate": (tables(ADAM, lr=torch.tensor(0.1)), TORCH, MOVES),
     "rowwise": (tables(RowWiseAdagrad, lr=0.1, eps=1e-6, initial_accumulator_value=0.1), FUSED, FUSED),
     "rowwise maximize": (tables(RowWiseAdagrad, lr=0.1, maximize=True), FUSED, FUSED),
     "rowwise weight decay": (tables(RowWiseAdagrad, lr=0.1, weight_decay=0.1), FUSED, MOVES),

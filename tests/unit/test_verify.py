@@ -22,16 +22,21 @@ from sparselift.verify import Certifier
 from sparselift.verify.exact import check_exact
 from sparselift.verify.integers import EXACT, Oracle, exact_run
 from sparselift.verify.real import check_real
-from sparselift.verify.twin import table_rules, twin_structure
+from sparselift.verify.twin import LR, table_rules, twin_structure
 from sparselift.workload import Workload
-from tests.unit.runtime_models import Bags, bags_structure, batch, schedule
+from tests.unit.runtime_models import ROWS, Bags, bags_structure, batch, schedule
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.03),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.03, lr_decay=0.1),
     "rowwise": lambda p: RowWiseAdagrad([q for q in p if q.dim() == 2], lr=0.03, weight_decay=0.01),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9),
+    "adam": lambda p: torch.optim.SparseAdam(tables(p), lr=0.03, betas=(0.8, 0.95)),
 }
+
+
+def tables(parameters: Any) -> list[nn.Parameter]:
+    return [p for p in parameters if p.dim() == 2 and len(p) in ROWS]
 
 
 def prepared(optimizer: str = "sgd", **kind: Any) -> tuple[Bags, torch.optim.Optimizer, Structure]:
@@ -57,7 +62,8 @@ def test_right_schedules_are_certified(backend: str, optimizer: str, mode: str, 
             continue                    # weight decay moves every row of a dense gradient: no fused rule
         counts = exact(optimizer, backend, plan, mode=mode, sparse=sparse, padding_idx=2)
         assert counts["output"] > 0 and counts["gradient"] > 0 and counts["weights"] > 0
-        assert ("optimizer sums" in counts) == (optimizer in ("adagrad", "rowwise"))
+        keeps = optimizer in ("adagrad", "rowwise") or (optimizer == "adam" and sparse)      # else SGD shows the gradient
+        assert ("optimizer sums" in counts) == keeps
 
 
 class Faulty(BagProgram):
@@ -207,6 +213,31 @@ def test_planted_executor_faults_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups.LookupCall, "accumulate", rolled)
     with pytest.raises(EquivalenceError, match="gradient"):
         check_equal_bags("sum", "reference")
+
+
+class SwappedBetas(Faulty):
+    """Each of Adam's moments decays at the other's rate."""
+
+    def update(self, tables: Any, states: Any, rules: Any, segments: Any) -> None:
+        self.inner.update(tables, states, [rule and replace(rule, betas=rule.betas[::-1]) for rule in rules], segments)
+
+
+class NoBiasCorrection(Faulty):
+    """Every step of Adam goes as far as it will in the end."""
+
+    def update(self, tables: Any, states: Any, rules: Any, segments: Any) -> None:
+        self.inner.update(tables, states, [rule and replace(rule, lr=LR) for rule in rules], segments)
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(SwappedBetas, "optimizer sums"), (NoBiasCorrection, "weights")])
+def test_faults_planted_in_adam_fail(monkeypatch: pytest.MonkeyPatch, fault: type[Faulty], kind: str) -> None:
+    class Backend:
+        def compile(self, tables: Any, features: Any) -> BagProgram:
+            return fault(get_backend("cpu").compile(tables, features))
+
+    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
+    with pytest.raises(EquivalenceError, match=kind):
+        exact("adam", "cpu", {})
 
 
 def test_message_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
