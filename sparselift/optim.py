@@ -139,7 +139,6 @@ def _has(option: str) -> Callable[[Any], bool]:
     return lambda subject: bool(subject[0].get(option))
 
 
-_MOVES = "moves rows that no id names, or keeps state that the fused update lacks"
 _DIFFERENTIABLE = Rule("`differentiable=True`", _has("differentiable"),
                        "{optimizer} with differentiable=True, whose step is part of the autograd graph")
 _FUSED = Rule("`fused=True` with sparse gradients", lambda subject: bool(subject[0].get("fused")) and subject[1],
@@ -154,9 +153,12 @@ _NO_FLOOR = Rule("a dense gradient, `eps=0` and no initial accumulator",
 OPTIMIZER_RULES: dict[type[torch.optim.Optimizer], tuple[Rule, ...]] = {
     torch.optim.SGD: (
         _DIFFERENTIABLE, _FUSED,
-        Rule("`momentum`", _has("momentum"), "SGD with momentum={momentum} " + _MOVES),
-        Rule("`weight_decay`", _has("weight_decay"), "SGD with weight_decay={weight_decay} " + _MOVES),
-        Rule("`nesterov`", _has("nesterov"), "SGD with nesterov={nesterov} " + _MOVES),
+        Rule("`momentum` with sparse gradients", lambda subject: bool(subject[0]["momentum"]) and subject[1],
+             "SGD with momentum={momentum} moves every row that any step has named: torch's buffer of sparse gradients keeps them all"),
+        Rule("`momentum` with a dense gradient", _has("momentum"), "SGD with momentum={momentum} moves every row"),
+        Rule("`weight_decay` with sparse gradients", lambda subject: bool(subject[0]["weight_decay"]) and subject[1],
+             "SGD with weight_decay={weight_decay}, which torch refuses for sparse gradients"),
+        Rule("`weight_decay` with a dense gradient", _has("weight_decay"), "SGD with weight_decay={weight_decay} moves every row"),
         _TENSOR_RATE),
     torch.optim.Adagrad: (
         _DIFFERENTIABLE, _FUSED,

@@ -300,6 +300,34 @@ def test_fused_rule(kind: type, options: dict, with_sparse: str, with_dense: str
             assert want in reason
 
 
+def test_nesterov_and_dampening_without_momentum_change_nothing() -> None:
+    optimizer = torch.optim.SGD([weights()], lr=0.1, momentum=0.9, nesterov=True)
+    group = {**optimizer.param_groups[0], "momentum": 0, "dampening": 0.5}      # a constructor wants momentum, a group may lose it
+    assert fused_rule(optimizer, group, True) == ("sgd", "")
+
+
+@pytest.mark.parametrize("options", [{}, {"dampening": 0.5}, {"nesterov": True}, {"foreach": True}], ids=str)
+def test_momentum_moves_rows_of_earlier_batches(options: dict) -> None:
+    """Why it has no fused update: torch's sparse buffer names every row so far, and grows by an entry a lookup."""
+    weight = torch.nn.Parameter(torch.zeros(5, 2))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5, **options)
+    sizes = []
+    for rows in ([0, 1, 1], [2], [3, 3]):
+        before = weight.detach().clone()
+        weight.grad = torch.sparse_coo_tensor([rows], torch.ones(len(rows), 2), (5, 2), check_invariants=True)
+        optimizer.step()
+        sizes.append(optimizer.state[weight]["momentum_buffer"]._nnz())
+    assert (weight[:4] != before[:4]).all() and (weight[4] == 0).all()
+    assert sizes == [3, 4, 6]
+
+
+def test_torch_refuses_weight_decay_of_sparse_gradients() -> None:
+    weight = torch.nn.Parameter(torch.zeros(5, 2))
+    weight.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (5, 2), check_invariants=True)
+    with pytest.raises(RuntimeError, match="sparse, dense"):
+        torch.optim.SGD([weight], lr=1.0, weight_decay=0.1).step()
+
+
 def test_a_subclass_is_not_taken_for_its_base() -> None:
     class Clipped(torch.optim.SGD):
         pass
