@@ -18,7 +18,7 @@ class TableSchedule:
 
     update: str                    # "fused" (our kernel in optimizer.step()); or torch's optimizer gets an ordinary gradient: "coalesced"
                                    # by our kernel, or "native", as torch's backward leaves it
-    coalesce: str                  # "chain" or "none" (kernels.base.TableKnobs)
+    coalesce: str                  # one of kernels.base.COALESCE_METHODS
     prefetch: int
     partition: str                 # "bag" or "table"
     dedup: bool

@@ -79,7 +79,7 @@ void forward_deduplicated(sl_program& program, int32_t t, const float* weights, 
     const sl_table& table = program.tables[static_cast<size_t>(t)];
     const auto& features = program.table_features[static_cast<size_t>(t)];
     UpdateArgs slots{};
-    slots.heads = program.heads[static_cast<size_t>(t)].of(table.rows);
+    slots.heads = program.heads[static_cast<size_t>(t)].of<int32_t>(table.rows);
     slots.rows = workspace.rows.of<int32_t>(0);
     int32_t* slot = workspace.slots.of<int32_t>(0);
     float* gathered = workspace.gathered.of<float>(0);
@@ -134,7 +134,7 @@ extern "C" sl_status sl_forward(sl_program* program, const float* const* tables,
                 workspace.gathered.of<float>(size.floats);
             }
             for (const ForwardTask& task : program->forward_tasks)
-                if (task.feature < 0) program->heads[static_cast<size_t>(task.table)].of(program->tables[static_cast<size_t>(task.table)].rows);
+                if (task.feature < 0) program->heads[static_cast<size_t>(task.table)].of<int32_t>(program->tables[static_cast<size_t>(task.table)].rows);
         }
         const bool stream = output_bytes(*program, *batch) >= kStreamBytes;
         run_tasks(threads, static_cast<int64_t>(program->forward_tasks.size()), [&](int64_t i, int worker) {

@@ -278,11 +278,13 @@ static int64_t find_slots(const UpdateArgs& args, const Lookups& lookups, int64_
     return num_rows;
 }
 
+#include "rules_body.h"
 #include "update_body.h"
+#include "lookups_body.h"
 
 const Kernels* kernels() {
     static const Kernels table = {narrow_ids, forward, weight_grad, build_chains, sort_chains, pack_grads, apply_chains, apply_lookups,
-                                  sum_chains, expand, find_slots};
+                                  apply_dense, sum_chains, expand, find_slots};
     return &table;
 }
 

@@ -86,6 +86,8 @@ struct UpdateArgs {
     int64_t num_rows;         // R
     Entry* entries;           // two arrays to sort in, each of one entry a lookup and one more
     float* scratch;           // (dim,)
+    float* sums;              // (R, dim) all 0 between calls; for dense accumulation
+    uint64_t* marks;          // (R / 64,) all 0 likewise
 };
 
 struct Kernels {
@@ -101,6 +103,8 @@ struct Kernels {
     void (*pack_grads)(const Source& source, int64_t dim, float* out);
     void (*apply_chains)(const UpdateArgs& args, int64_t num_rows);
     void (*apply_lookups)(const UpdateArgs& args);
+    /// Adds gradients up in `sums`, then visits the rows in ascending order: the bits of chains.
+    void (*apply_dense)(const UpdateArgs& args);
     /// out[i] = summed gradient of rows[i]. Cleans `heads` behind it.
     void (*sum_chains)(const UpdateArgs& args, int64_t num_rows, float* out);
     /// Ids and gradients, one a lookup that is no padding, of bags [first_bag, last_bag).

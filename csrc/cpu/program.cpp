@@ -43,16 +43,14 @@ void* Buffer::reserve(size_t bytes) {
     return data_;
 }
 
-Heads::~Heads() {
+Zeros::~Zeros() {
     if (data_) munmap(data_, bytes_);
 }
 
-int32_t* Heads::of(int64_t count) {
-    if (data_) return data_;
-    const size_t bytes = static_cast<size_t>(count) * sizeof(int32_t);
+void* Zeros::map(size_t bytes) {
     void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
-    data_ = static_cast<int32_t*>(mapped);
+    data_ = mapped;
     bytes_ = bytes;
     return data_;
 }
@@ -101,6 +99,7 @@ extern "C" sl_status sl_program_create(const sl_table* tables, int64_t num_table
         for (int64_t f = 0; f < num_features; ++f)
             created->table_features[static_cast<size_t>(features[f].table)].push_back(static_cast<int32_t>(f));
         created->heads.resize(static_cast<size_t>(num_tables));
+        created->sums.resize(static_cast<size_t>(num_tables));
         created->statuses.resize(static_cast<size_t>(num_features));
         created->faults.resize(static_cast<size_t>(num_features));
         created->pool = pool_create(kMaxIdleBytes);
@@ -114,9 +113,10 @@ extern "C" void sl_program_destroy(sl_program* program) { delete program; }
 
 extern "C" int64_t sl_program_workspace_bytes(const sl_program* program) {
     size_t bytes = 0;
-    for (const Heads& heads : program->heads) bytes += heads.bytes();
+    for (const Zeros& heads : program->heads) bytes += heads.bytes();
+    for (const Zeros& sums : program->sums) bytes += sums.bytes();
     for (const Workspace& w : program->workspaces)
         bytes += w.nodes.bytes() + w.rows.bytes() + w.scratch.bytes() + w.slots.bytes() + w.gathered.bytes() + w.packed.bytes() +
-                 w.firsts.bytes() + w.entries.bytes();
+                 w.firsts.bytes() + w.entries.bytes() + w.marks.size() * sizeof(uint64_t);
     return static_cast<int64_t>(bytes);
 }

@@ -31,24 +31,28 @@ class Buffer {
     size_t bytes_ = 0;
 };
 
-/// `count` int32 zeros that take no memory before they are touched.
-class Heads {
+/// `count` zeros, always as many, that take no memory before they are touched. They are kept, and whoever writes there cleans up.
+class Zeros {
   public:
-    Heads() = default;
-    Heads(const Heads&) = delete;
-    Heads(Heads&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; other.bytes_ = 0; }
-    ~Heads();
-    int32_t* of(int64_t count);
+    Zeros() = default;
+    Zeros(const Zeros&) = delete;
+    Zeros(Zeros&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; other.bytes_ = 0; }
+    ~Zeros();
+    /// Throws std::bad_alloc.
+    template <typename T>
+    T* of(int64_t count) { return static_cast<T*>(data_ ? data_ : map(static_cast<size_t>(count) * sizeof(T))); }
     size_t bytes() const { return bytes_; }
 
   private:
-    int32_t* data_ = nullptr;
+    void* map(size_t bytes);
+    void* data_ = nullptr;
     size_t bytes_ = 0;
 };
 
 /// What one worker needs for one table at a time.
 struct Workspace {
     Buffer nodes, rows, scratch, slots, gathered, packed, firsts, entries;
+    std::vector<uint64_t> marks;      // all 0
     std::vector<Source> sources;      // of the table at hand, those packed pointing to `packed`
 };
 
@@ -78,7 +82,8 @@ struct sl_program {
     const sparselift::Kernels* kernels = nullptr;
     sparselift::Pool* pool = nullptr;
 
-    std::vector<sparselift::Heads> heads;             // a table
+    std::vector<sparselift::Zeros> heads;             // a table
+    std::vector<sparselift::Zeros> sums;              // a table
     std::vector<sparselift::Workspace> workspaces;    // a worker
     std::vector<sl_status> statuses;                  // a feature
     std::vector<sl_fault> faults;

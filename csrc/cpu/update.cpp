@@ -101,15 +101,19 @@ UpdateArgs arguments(const sl_program& program, int64_t table, const SourceRange
 }
 
 /// Sizes for one table; a row or an entry is written past the last one before it is counted.
-void reserve(Workspace& workspace, const sl_program& program, int64_t t, const SourceRange& range) {
+void reserve(Workspace& workspace, const sl_program& program, int64_t t, const SourceRange& range, int32_t coalesce) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
-    if (table.coalesce == SL_COALESCE_SORT) {
+    workspace.scratch.of<float>(static_cast<size_t>(table.dim));
+    if (coalesce == SL_COALESCE_DENSE) {
+        workspace.marks.resize(std::max(workspace.marks.size(), static_cast<size_t>((table.rows + 63) / 64)));
+        return;
+    }
+    if (coalesce == SL_COALESCE_SORT) {
         workspace.firsts.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
         workspace.entries.of<Entry>(2 * (static_cast<size_t>(range.lookups) + 1));
     }
     workspace.nodes.of<Node>(static_cast<size_t>(range.lookups));
     workspace.rows.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
-    workspace.scratch.of<float>(static_cast<size_t>(table.dim));
     workspace.packed.of<float>(static_cast<size_t>(range.packed));
     workspace.sources.reserve(static_cast<size_t>(range.end - range.begin));
 }
@@ -131,7 +135,7 @@ void pack(UpdateArgs& args, const Kernels& kernels, Workspace& workspace) {
 
 void use(UpdateArgs& args, sl_program& program, int64_t table, Workspace& workspace, bool sorted) {
     const int64_t rows = program.tables[static_cast<size_t>(table)].rows;
-    args.heads = sorted ? nullptr : program.heads[static_cast<size_t>(table)].of(rows);
+    args.heads = sorted ? nullptr : program.heads[static_cast<size_t>(table)].of<int32_t>(rows);
     args.firsts = workspace.firsts.of<int32_t>(0);
     args.entries = workspace.entries.of<Entry>(0);
     args.num_rows = rows;
@@ -159,6 +163,14 @@ void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float
         program.kernels->apply_lookups(args);
         return;
     }
+    if (program.tables[t].coalesce == SL_COALESCE_DENSE) {
+        args.num_rows = program.tables[t].rows;
+        args.scratch = workspace.scratch.of<float>(0);
+        args.sums = program.sums[t].of<float>(program.tables[t].rows * args.dim);
+        args.marks = workspace.marks.data();
+        program.kernels->apply_dense(args);
+        return;
+    }
     const bool sorted = program.tables[t].coalesce == SL_COALESCE_SORT;
     use(args, program, task.table, workspace, sorted);
     pack(args, *program.kernels, workspace);
@@ -170,7 +182,7 @@ UpdateArgs chain(sl_program& program, int64_t table, const sl_segment* segments,
     program.sources.clear();
     const SourceRange range = gather_sources(program, table, segments, num_segments);
     program.reserve_workers(1);
-    reserve(program.workspace(0), program, table, range);
+    reserve(program.workspace(0), program, table, range, SL_COALESCE_CHAIN);
     UpdateArgs args = arguments(program, table, range);
     use(args, program, table, program.workspace(0), false);
     return args;
@@ -225,9 +237,11 @@ extern "C" sl_status sl_update(sl_program* program, float* const* tables, const 
         program->reserve_workers(threads);
         for (const UpdateTask& task : program->update_tasks) {
             const auto t = static_cast<size_t>(task.table);
-            if (program->tables[t].coalesce == SL_COALESCE_NONE) continue;
-            if (program->tables[t].coalesce == SL_COALESCE_CHAIN) program->heads[t].of(program->tables[t].rows);
-            for (Workspace& workspace : program->workspaces) reserve(workspace, *program, task.table, program->source_ranges[t]);
+            const sl_table& table = program->tables[t];
+            if (table.coalesce == SL_COALESCE_NONE) continue;
+            if (table.coalesce == SL_COALESCE_CHAIN) program->heads[t].of<int32_t>(table.rows);
+            if (table.coalesce == SL_COALESCE_DENSE) program->sums[t].of<float>(table.rows * table.dim);
+            for (Workspace& workspace : program->workspaces) reserve(workspace, *program, task.table, program->source_ranges[t], table.coalesce);
         }
         run_tasks(threads, static_cast<int64_t>(program->update_tasks.size()), [&](int64_t i, int worker) {
             const UpdateTask& task = program->update_tasks[static_cast<size_t>(i)];

@@ -1,4 +1,4 @@
-// The update kernels: the second half of kernel_body.h, which includes it.
+// Updates by chains. Included by kernel_body.h after rules_body.h.
 //
 // The lookups of every row of a table are linked into a chain: by a head a row and a link a lookup, or by a sort. Then each row is
 // visited once: its chain's gradients are summed in registers and the optimizer's formula is applied. No atomics.
@@ -197,70 +197,6 @@ SL_INLINE void prefetch_group(const UpdateArgs& a, int64_t u) {
     }
 }
 
-template <typename S>
-SL_INLINE void step_sgd(const UpdateArgs& a, float* weight, const Span<S>& grad, Mask mask) {
-    Span<S> w = load_span<S>(weight, mask);
-#pragma GCC unroll 16
-    for (int i = 0; i < S::kVectors; ++i) w.v[i] = fma(splat(-a.lr), grad.v[i], w.v[i]);
-    store_span(weight, w, mask);
-}
-
-/// The roundings of torch.optim.Adagrad: s + (g * g), then fma(-lr, g / (sqrt(s) + eps), w).
-template <typename S>
-SL_INLINE void step_adagrad(const UpdateArgs& a, float* weight, float* state, const Span<S>& grad, Mask mask) {
-    Span<S> w = load_span<S>(weight, mask), s = load_span<S>(state, mask);
-#pragma GCC unroll 16
-    for (int i = 0; i < S::kVectors; ++i) {
-        s.v[i] = add(s.v[i], mul(grad.v[i], grad.v[i]));
-        w.v[i] = fma(splat(-a.lr), div(grad.v[i], add(sqrt(s.v[i]), splat(a.eps))), w.v[i]);
-    }
-    store_span(state, s, mask);
-    store_span(weight, w, mask);
-}
-
-/// The roundings of torch.optim.SparseAdam: m + (g - m) * (1 - beta1), v + (g * g - v) * (1 - beta2), w + -lr * (m / (sqrt(v) + eps)).
-/// Vector by vector: rows of three tables do not fit the registers.
-template <typename S>
-SL_INLINE void step_adam(const UpdateArgs& a, float* weight, int64_t offset, const Span<S>& grad, Mask mask) {
-    float* first = a.first + offset;
-    float* second = a.second + offset;
-#pragma GCC unroll 16
-    for (int i = 0; i < S::kVectors; ++i) {
-        Vec m = load_vector<S>(first, i, mask), v = load_vector<S>(second, i, mask);
-        const Vec g = grad.v[i], w = load_vector<S>(weight, i, mask);
-        m = add(m, mul(sub(g, m), splat(a.first_gain)));
-        v = add(v, mul(sub(mul(g, g), v), splat(a.second_gain)));
-        store_vector<S>(first, i, mask, m);
-        store_vector<S>(second, i, mask, v);
-        store_vector<S>(weight, i, mask, add(w, mul(splat(-a.lr), div(m, add(sqrt(v), splat(a.eps))))));
-    }
-}
-
-/// The gradient as the rule wants it: sign and weight decay applied. Adds its squares to `squares`.
-template <typename S>
-SL_INLINE void adjust(const UpdateArgs& a, const float* weight, Span<S>& grad, Vec& squares, Mask mask) {
-    if (a.maximize) scale_span(grad, -1.0f);
-    if (a.kind != SL_ROWWISE_ADAGRAD) return;
-    if (a.weight_decay != 0.0f) add_scaled_row<S, false>(grad, splat(a.weight_decay), weight, mask);
-#pragma GCC unroll 16
-    for (int i = 0; i < S::kVectors; ++i) squares = add(squares, mul(grad.v[i], grad.v[i]));
-}
-
-/// Adds the mean square to the row's state. Returns what the gradient is multiplied by.
-SL_INLINE float rowwise_scale(const UpdateArgs& a, int64_t row, Vec squares) {
-    const float state = a.first[row] + sum(squares) / static_cast<float>(a.dim);
-    a.first[row] = state;
-    return -a.lr / (__builtin_sqrtf(state) + a.eps);
-}
-
-template <typename S>
-SL_INLINE void step_rowwise(float* weight, Vec scale, const Span<S>& grad, Mask mask) {
-    Span<S> w = load_span<S>(weight, mask);
-#pragma GCC unroll 16
-    for (int i = 0; i < S::kVectors; ++i) w.v[i] = add(w.v[i], mul(grad.v[i], scale));
-    store_span(weight, w, mask);
-}
-
 /// One step on every row. Bytes: per row its weights and state read and written; per lookup a gradient row, mostly from cache.
 /// Gradients of a group of rows are summed before any of their weights is touched: a load waits for every earlier store that agrees
 /// with its address in the last 12 bits, and those stores wait for weights from memory.
@@ -277,44 +213,19 @@ static void apply_one_block(const UpdateArgs& args, int64_t num_rows, Mask mask)
             for (int j = 0; j < S::kVectors; ++j) store(&sums[i][j * kWidth], grad.v[j]);
         }
         for (int i = 0; i < count; ++i) {
-            const int64_t row = a.rows[first - i];
-            float* weight = a.table + row * a.dim;
             Span<S> grad;
 #pragma GCC unroll 16
             for (int j = 0; j < S::kVectors; ++j) grad.v[j] = load(&sums[i][j * kWidth]);
-            Vec squares = zero();
-            adjust(a, weight, grad, squares, mask);
-            if (a.kind == SL_SGD) step_sgd(a, weight, grad, mask);
-            else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight, a.first + row * a.dim, grad, mask);
-            else if (a.kind == SL_ADAM) step_adam(a, weight, row * a.dim, grad, mask);
-            else step_rowwise(weight, splat(rowwise_scale(a, row, squares)), grad, mask);
+            apply_row(a, a.rows[first - i], grad, mask);
         }
     }
 }
 
-/// The same for rows of several blocks: the row-wise rule needs a sum over all of them, so gradients go through `scratch`.
 static void apply_blocks(const UpdateArgs& a, int64_t num_rows) {
     for (int64_t u = num_rows - 1; u >= 0; --u) {
         if (u % kGroup == 0) prefetch_group<Size<kMaxVectors, false>>(a, u);
-        const int64_t row = a.rows[u];
         const int32_t head = take_first(a, u);
-        float* weight = a.table + row * a.dim;
-        Vec squares = zero();
-        visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
-            using S = decltype(size);
-            Span<S> grad = sum_chain<S>(a, head, column, mask);
-            adjust(a, weight + column, grad, squares, mask);
-            if (a.kind == SL_SGD) step_sgd(a, weight + column, grad, mask);
-            else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight + column, a.first + row * a.dim + column, grad, mask);
-            else if (a.kind == SL_ADAM) step_adam(a, weight + column, row * a.dim + column, grad, mask);
-            else store_span(a.scratch + column, grad, mask);
-        });
-        if (a.kind != SL_ROWWISE_ADAGRAD) continue;
-        const Vec scale = splat(rowwise_scale(a, row, squares));
-        visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
-            using S = decltype(size);
-            step_rowwise(weight + column, scale, load_span<S>(a.scratch + column, mask), mask);
-        });
+        apply_wide_row(a, a.rows[u], [&](auto size, int64_t column, Mask mask) { return sum_chain<decltype(size)>(a, head, column, mask); });
     }
 }
 
@@ -333,87 +244,5 @@ static void sum_chains(const UpdateArgs& a, int64_t num_rows, float* out) {
         visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
             store_span(out + u * a.dim + column, sum_chain<decltype(size)>(a, head, column, mask), mask);
         });
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------- lookup by lookup
-
-/// SGD in id order, one rounding a lookup: w = fma(-lr, g, w), the bits of torch.optim.SGD on an uncoalesced gradient.
-template <typename S>
-static void apply_lookups_block(const UpdateArgs& args, const Source& from, int64_t column, Mask mask) {
-    const UpdateArgs a = args;
-    const Source source = from;
-    const Lookups l = source.lookups;
-    float* table = a.table + column;
-    const Vec rate = splat(a.maximize ? a.lr : -a.lr);
-    const int64_t last = l.count - 1, ahead = a.prefetch;
-    for (int64_t bag = 0; bag < l.num_bags; ++bag) {
-        const Bounds bounds = bounds_of(l, bag);
-        const float* arrived = source.grad + bag * source.grad_stride + column;
-        if (ahead && bag + ahead < l.num_bags) prefetch_row<S>(arrived + ahead * source.grad_stride);
-        Span<S> grad = load_span<S>(arrived, mask);
-        if (!source.plain && !l.weights) {
-            scale_span(grad, factor_of(source, 0, bag));
-            scale_span(grad, source.scale);
-        }
-        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
-            if (ahead) prefetch_row<S>(table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
-            const int32_t id = l.ids[k];
-            if (id == l.padding || ((id >> 4) & a.part_mask) != a.part) continue;
-            if (l.weights) {
-                grad = load_span<S>(arrived, mask);
-                scale_span(grad, l.weights[k]);
-                scale_span(grad, source.scale);
-            }
-            float* weight = table + a.dim * id;
-            Span<S> w = load_span<S>(weight, mask);
-#pragma GCC unroll 16
-            for (int i = 0; i < S::kVectors; ++i) w.v[i] = fma(rate, grad.v[i], w.v[i]);
-            store_span(weight, w, mask);
-        }
-    }
-}
-
-static void apply_lookups(const UpdateArgs& a) {
-    visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
-        for (int64_t s = 0; s < a.num_sources; ++s) apply_lookups_block<decltype(size)>(a, a.sources[s], column, mask);
-    });
-}
-
-/// out[b, :] = the gradient row that every lookup of bag b adds, but for its own weight: (B, D) side by side.
-static void pack_grads(const Source& source, int64_t dim, float* out) {
-    const Lookups& l = source.lookups;
-    visit_blocks(dim, [&](auto size, int64_t column, Mask mask) {
-        using S = decltype(size);
-        for (int64_t bag = 0; bag < l.num_bags; ++bag) {
-            const float* arrived = source.grad + bag * source.grad_stride + column;
-            if (bag + kGroup < l.num_bags) prefetch_row<S>(arrived + kGroup * source.grad_stride);
-            Span<S> grad = load_span<S>(arrived, mask);
-            if (!source.plain && !l.weights) {
-                scale_span(grad, factor_of(source, 0, bag));
-                scale_span(grad, source.scale);
-            }
-            store_span(out + bag * dim + column, grad, mask);
-        }
-    });
-}
-
-static void expand(const Source& given, int64_t dim, int64_t first_bag, int64_t last_bag, int64_t* ids, float* out) {
-    const Source source = given;
-    const Lookups l = source.lookups;
-    for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-        const Bounds bounds = bounds_of(l, bag);
-        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
-            if (l.ids[k] == l.padding) continue;
-            *ids++ = l.ids[k];
-            visit_blocks(dim, [&](auto size, int64_t column, Mask mask) {
-                using S = decltype(size);
-                Span<S> grad = load_span<S>(source.grad + bag * source.grad_stride + column, mask);
-                scale_span(grad, factor_of(source, source.first + k, bag));
-                scale_span(grad, source.scale);
-                store_span(out + column, grad, mask);
-            });
-            out += dim;
-        }
     }
 }

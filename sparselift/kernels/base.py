@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, float32
 
 POOLINGS = ("sum", "mean", "none")
-COALESCE_METHODS = ("chain", "none", "sort")
+COALESCE_METHODS = ("chain", "none", "sort", "dense")
 PARTITIONS = ("bag", "table")
 UPDATE_RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
@@ -28,8 +28,9 @@ State = Tensor | tuple[Tensor, Tensor] | None
 class TableKnobs:
     """How one table is treated. No choice changes a result, but for coalesce="none", which keeps torch's order of rounding in SGD."""
 
-    coalesce: str = "chain"        # "chain", "sort": sum a row's gradients, then update once; lookups of a row are found by a head for
-                                   # every row of the table, or by a sort. "none": SGD lookup by lookup, in id order
+    coalesce: str = "chain"        # "chain", "sort", "dense": sum a row's gradients, then update once; lookups of a row are found by a head
+                                   # for every row of the table, by a sort, or not at all: sums lie in a matrix of the table's shape that
+                                   # the program keeps. "none": SGD lookup by lookup, in id order
     prefetch: int = 64             # rows ahead of use to prefetch; 0 is off
     partition: str = "bag"         # forward work split among threads by "bag" or by "table"
     dedup: bool = False            # forward: gather each distinct row once, then pool from the gathered copy

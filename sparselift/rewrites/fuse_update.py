@@ -21,6 +21,8 @@ from sparselift.rewrites.base import (
     unique_rows,
 )
 
+MAX_DENSE_BYTES = 4 << 20          # of sums, beside which weights and state want room in a core's share of the caches
+
 
 class FuseUpdate(Rewrite):
     """Natively a backward writes a (K, D) gradient, and an optimizer sorts, sums and reads it again.
@@ -40,7 +42,7 @@ class FuseUpdate(Rewrite):
              "fused: a kernel updates rows"),
         Knob("coalesce", COALESCE_METHODS, "chain",
              "sum a row's gradients and update it once, with its lookups found by a head for every row of the table (chain) or by a "
-             "sort; none: SGD lookup by lookup, in id order",
+             "sort, or with sums in a matrix of the table's shape (dense); none: SGD lookup by lookup, in id order",
              requires=(("update", ("fused",)),)),
     )
 
@@ -56,6 +58,9 @@ class FuseUpdate(Rewrite):
                 continue
             if table.optimizer.fused_rule is None:
                 return f"table {table.name}: {table.optimizer.reason or f'no fused update for {table.optimizer.kind}'}"
+            if knobs["coalesce"] == "dense" and 4 * table.rows * table.dim > MAX_DENSE_BYTES:
+                return (f"table {table.name}: coalesce='dense' would keep sums of {4 * table.rows * table.dim:,} bytes; "
+                        f"above {MAX_DENSE_BYTES:,} they leave the cache")
             if knobs["coalesce"] == "none" and table.optimizer.fused_rule != "sgd":
                 return f"table {table.name}: coalesce='none' is for SGD; {table.optimizer.kind} needs the sum of a row's gradients"
         return None
@@ -150,16 +155,20 @@ class FuseUpdate(Rewrite):
 
 
 def _workspace_bytes(table: Table, lookups_per_batch: float, coalesce: str) -> float:
-    """Heads and links of chains; links and what is sorted."""
+    """Heads and links of chains; links and what is sorted; sums."""
     if coalesce == "none":
         return 0.0
+    if coalesce == "dense":
+        return 4 * table.rows * table.dim + table.rows / 8
     return 8 * lookups_per_batch + (4 * table.rows if coalesce == "chain" else 16 * lookups_per_batch)
 
 
 def _link_bytes(table: Table, k: float, u: float, coalesce: str) -> float:
-    """Moved one way to find the lookups of each row: links and heads, or an 8-byte entry a lookup and digit of 11 bits."""
+    """Moved one way to bring the lookups of each row together: links and heads, an 8-byte entry a lookup and digit of 11 bits, or sums."""
     if coalesce == "none":
         return 0.0
+    if coalesce == "dense":
+        return 4 * table.dim * (k + u)
     return 4 * k + 4 * u if coalesce == "chain" else 8 * k * (1 + -(-(table.rows - 1).bit_length() // 11))
 
 

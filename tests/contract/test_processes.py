@@ -6,22 +6,25 @@ import dataclasses
 import os
 import signal
 import time
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from sparselift.kernels.base import UPDATE_RULES, FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from tests.contract.naive import fresh_state, parts_of
 
 SGD = UpdateRule("sgd", lr=0.5)
 
 
 class TestProcesses:
-    @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "lookup by lookup"])
-    def test_the_same_bits_at_any_thread_count(self, backend, kind):
+    @pytest.mark.parametrize(("kind", "coalesce"),
+                             [*product(UPDATE_RULES, ("chain", "dense")), ("rowwise_adagrad", "sort"), ("sgd", "none")])
+    def test_the_same_bits_at_any_thread_count(self, backend, kind, coalesce):
         """Large enough for a parallel region; one table outweighs the others, so that its rows are split among the threads."""
-        rule = UpdateRule("sgd" if " " in kind else kind, lr=0.1, eps=1e-3)
-        knobs = TableKnobs(coalesce="none" if " " in kind else "chain")
+        rule = UpdateRule(kind, lr=0.1, eps=1e-3, betas=(0.9, 0.99))
+        knobs = TableKnobs(coalesce)
         generator = torch.Generator().manual_seed(7)
         tables = [TableSpec("large", 700, 32, knobs=knobs), TableSpec("small", 40, 3, knobs=dataclasses.replace(knobs, dedup=True)),
                   TableSpec("other", 90, 20, knobs=dataclasses.replace(knobs, partition="table"))]
@@ -39,11 +42,11 @@ class TestProcesses:
             program = backend.compile(tables, features)
             batch = program.prepare(ids, offsets, weights)
             mine, out = [v.clone() for v in values], torch.empty(600, 87)
-            states = [None if kind == "sgd" or " " in kind else torch.ones(v.shape if kind == "adagrad" else v.shape[:1]) for v in values]
+            states = [fresh_state(table, rule) for table in tables]
             program.forward(mine, batch, out)
             slope = program.weight_grad(mine, batch, 2, grad[:, 35:55])
             program.update(mine, states, [rule] * 3, [Segment(batch, grad), Segment(batch, grad, [0.3, 0.5, 0.7])])
-            results.append([out, slope, *mine, *(s for s in states if s is not None)])
+            results.append([out, slope, *mine, *(part for state in states for part in parts_of(state))])
             assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1])), threads
         assert not torch.equal(results[0][2], values[0])
 

@@ -144,7 +144,7 @@ class TestRefusals:
         ({"rows": 2**31}, {}, "table 't': rows must be in"),
         ({"dim": 0}, {}, "table 't': dim must be at least 1; got 0"),
         ({"dtype": "float16"}, {}, "table 't': weights must be float32; got float16"),
-        ({"knobs": TableKnobs(coalesce="hash")}, {}, "table 't': coalesce must be one of chain, none, sort; got 'hash'"),
+        ({"knobs": TableKnobs(coalesce="hash")}, {}, "table 't': coalesce must be one of chain, none, sort, dense; got 'hash'"),
         ({"knobs": TableKnobs(partition="row")}, {}, "table 't': partition must be one of bag, table; got 'row'"),
         ({"knobs": TableKnobs(prefetch=-1)}, {}, "table 't': prefetch must not be negative; got -1"),
         ({}, {"table": 1}, "feature 'f': table must be a position among the 1 tables; got 1"),

@@ -85,7 +85,7 @@ def test_preferences_are_choices(rewrite: Rewrite) -> None:
 def test_combinations_give_knobs_without_effect_their_off_value() -> None:
     assert by_name("fuse_update").combinations() == (
         {"update": "native", "coalesce": "chain"}, {"update": "coalesced", "coalesce": "chain"}, {"update": "fused", "coalesce": "chain"},
-        {"update": "fused", "coalesce": "none"}, {"update": "fused", "coalesce": "sort"})
+        {"update": "fused", "coalesce": "none"}, {"update": "fused", "coalesce": "sort"}, {"update": "fused", "coalesce": "dense"})
 
 
 def test_weakest_and_same() -> None:
@@ -156,9 +156,22 @@ def test_uncoalesced_updates_are_for_sgd() -> None:
     assert "Adagrad needs the sum" in (legal("fuse_update", small_graph(ADAGRAD), update="fused", coalesce="none") or "")
 
 
+def test_sums_of_a_tables_shape_are_for_small_tables() -> None:
+    g = small_graph()
+    small = Site("small", (SizeClass("small", ("bags.0.weight", "bags.1.weight")),))
+    assert legal("fuse_update", g, small, update="fused", coalesce="dense") is None
+    assert "table big.weight: coalesce='dense' would keep sums of 128,000,000 bytes" in (
+        legal("fuse_update", g, update="fused", coalesce="dense") or "")
+    after = by_name("fuse_update").transform(g, small, DENSE)
+    k, u, d = 256, 100, 16                                                     # ids and distinct rows of the first table
+    assert node(after, "update:bags.0.weight").resources.write_bytes == 4 * d * (k + u) + 4 * u * d
+    assert by_name("fuse_update").memory_bytes(g, small, DENSE) == 2 * 64 * 4 * d + 4 * 300 * d + round(300 / 8)
+
+
 NATIVE = {"update": "native", "coalesce": "chain"}
 CHAIN = {"update": "fused", "coalesce": "chain"}
 NONE = {"update": "fused", "coalesce": "none"}
+DENSE = {"update": "fused", "coalesce": "dense"}
 
 
 @pytest.mark.parametrize(("g", "setting", "expected"), [
