@@ -14,7 +14,7 @@ from typing import Any
 from sparselift.errors import MissingExtraError
 from sparselift.stats import Sketch
 
-POOLINGS = ("sum", "mean", "none")
+POOLINGS = ("sum", "mean", "max", "none")
 FORMS = ("offsets", "matrix", "ids")
 INDEX_DTYPES = ("int64", "int32")
 TABLE_DTYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}       # bytes of an element
@@ -79,7 +79,7 @@ class Feature:
     module: str                    # path in model.named_modules()
     call: int                      # 0 for the module's first call in a step
     table: str                     # Table.name
-    pooling: str                   # "sum", "mean", "none" (nn.Embedding)
+    pooling: str                   # "sum", "mean", "max", "none" (nn.Embedding)
     padding_idx: int | None
     include_last_offset: bool
     form: str                      # "offsets" (1-D ids and offsets), "matrix" ((B, L) ids into an EmbeddingBag), "ids" (nn.Embedding)

@@ -170,7 +170,8 @@ def _grads_in_torch(ctx: Any, batch: IndexBatch, grad: Tensor) -> list[Tensor | 
     for feature, (spec, table) in enumerate(zip(program.features, program.tables)):
         placed = lookup_grads(batch.indices(feature), batch.offsets(feature), grad.narrow(1, column, table.dim),
                               pooling=spec.pooling, padding_idx=spec.padding_idx,
-                              sample_weights=factors[feature] if spec.weighted else None, table=tables[feature] if by_weights else None)
+                              sample_weights=factors[feature] if spec.weighted else None, table=tables[feature] if by_weights else None,
+                              maxima=batch.maxima(feature) if spec.pooling == "max" else None)
         column += table.dim
         weight_grads.append(placed.sample_weight_grad)
         table_grads.append(_place(placed.ids, placed.rows, (table.rows, table.dim), ctx.sparse) if by_table[feature] else None)
@@ -186,7 +187,7 @@ class LookupGrads(NamedTuple):
 
 
 def lookup_grads(ids: Tensor, bounds: Tensor, grad: Tensor, *, pooling: str, padding_idx: int | None = None,
-                 sample_weights: Tensor | None = None, table: Tensor | None = None) -> LookupGrads:
+                 sample_weights: Tensor | None = None, table: Tensor | None = None, maxima: Tensor | None = None) -> LookupGrads:
     """The definition in torch's own operations, differentiable in every tensor of floats.
 
     Parameters
@@ -194,9 +195,10 @@ def lookup_grads(ids: Tensor, bounds: Tensor, grad: Tensor, *, pooling: str, pad
     ids             (K,) int64
     bounds          (B + 1,) int64
     grad            (B, D)
-    pooling         "sum", "mean" or "none"
+    pooling         "sum", "mean", "max" or "none"
     sample_weights  (K,), for "sum"
     table           (R, D), where the gradient of the per-sample weights is wanted
+    maxima          (B, D) int64 positions among the ids that the maxima came from, for "max"
     """
     bags = _bag_of_each_id(bounds)
     kept = torch.arange(len(ids), device=ids.device) if padding_idx is None else (ids != padding_idx).nonzero()[:, 0]
@@ -208,6 +210,8 @@ def lookup_grads(ids: Tensor, bounds: Tensor, grad: Tensor, *, pooling: str, pad
         sample_weight_grad = products.new_zeros(len(ids)).index_add(0, kept, products)
     if sample_weights is not None:
         arrived = arrived * sample_weights[kept, None]
+    elif maxima is not None:
+        arrived = torch.where(maxima[kept_bags] == kept[:, None], arrived, 0.0)
     elif pooling == "mean":
         arrived = arrived / torch.bincount(kept_bags)[kept_bags, None]
     return LookupGrads(kept_ids, arrived, sample_weight_grad)

@@ -16,7 +16,7 @@ extern "C" {
 typedef int32_t sl_status;
 
 enum { SL_OK = 0, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UNSUPPORTED };
-enum { SL_SUM = 0, SL_MEAN, SL_NONE };
+enum { SL_SUM = 0, SL_MEAN, SL_NONE, SL_MAX };
 enum { SL_COALESCE_CHAIN = 0, SL_COALESCE_NONE, SL_COALESCE_SORT, SL_COALESCE_DENSE };
 enum { SL_PARTITION_BAG = 0, SL_PARTITION_TABLE };
 enum { SL_RULE_ABSENT = 0, SL_SGD, SL_ADAGRAD, SL_ROWWISE_ADAGRAD, SL_ADAM };
@@ -120,7 +120,10 @@ int64_t sl_batch_num_lookups(const sl_batch* batch, int64_t feature);
 void sl_batch_indices(const sl_batch* batch, int64_t feature, int64_t* indices);      /* (K,) */
 void sl_batch_offsets(const sl_batch* batch, int64_t feature, int64_t* offsets);      /* (B + 1,) */
 
-/* Pooled rows into F outputs (B, D). */
+/* (B, D) positions of the ids whose rows gave the maxima in the last forward; -1 where none did, or before one. SL_MAX only. */
+void sl_batch_maxima(const sl_batch* batch, int64_t feature, int64_t* positions);
+
+/* Pooled rows into F outputs (B, D). Features with SL_MAX note in the batch where their maxima came from, for the gradients below. */
 sl_status sl_forward(sl_program* program, const float* const* tables, const sl_batch* batch, const sl_matrix* outputs,
                      int32_t threads);
 

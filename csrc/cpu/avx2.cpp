@@ -26,6 +26,13 @@ inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec sqrt(Vec x) { return _mm256_sqrt_ps(x); }
+using Flags = __m256;
+inline Flags greater(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline Flags same_bits(Vec a, Vec b) {
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+inline Vec select(Flags flags, Vec a, Vec b) { return _mm256_blendv_ps(b, a, flags); }
+inline Vec bits(int32_t x) { return _mm256_castsi256_ps(_mm256_set1_epi32(x)); }
 inline float sum(Vec x) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));

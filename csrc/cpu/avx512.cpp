@@ -26,6 +26,11 @@ inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec sqrt(Vec x) { return _mm512_sqrt_ps(x); }
+using Flags = __mmask16;
+inline Flags greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline Flags same_bits(Vec a, Vec b) { return _mm512_cmpeq_epi32_mask(_mm512_castps_si512(a), _mm512_castps_si512(b)); }
+inline Vec select(Flags flags, Vec a, Vec b) { return _mm512_mask_blend_ps(flags, b, a); }
+inline Vec bits(int32_t x) { return _mm512_castsi512_ps(_mm512_set1_epi32(x)); }
 inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 inline Mask mask_for(int64_t lanes) { return static_cast<Mask>((1u << lanes) - 1); }
 

@@ -4,6 +4,7 @@
 //   Vec, Mask, kWidth            a vector of kWidth floats; which of its lanes a partial access touches
 //   kMaxVectors                  accumulators that fit the registers: 8 or 16
 //   zero splat load load_part store store_part stream fence add sub mul div fma sqrt sum mask_for
+//   Flags greater same_bits select bits      lane by lane: comparisons, a choice between two vectors; an int32 in every lane
 // Every function has internal linkage or lives in that namespace, and nothing of std is used: the linker may not mix builds.
 //
 // Mapping. A row of D floats is covered by blocks of whole vectors, the last one partial where D is no multiple of kWidth. Up to
@@ -224,11 +225,55 @@ static void forward_block(const ForwardArgs& args, int64_t column, Mask mask) {
     }
 }
 
+/// Maxima of the same, and where each came from. The first of equals wins, and a NaN that comes first stays, as in torch.
+template <typename S>
+static void forward_max_block(const ForwardArgs& args, int64_t column, Mask mask) {
+    const ForwardArgs a = args;
+    const Lookups l = a.lookups;
+    const float* table = a.table + column;
+    const int64_t last = l.count - 1, ahead = a.prefetch;
+    for (int64_t bag = a.first_bag; bag < a.last_bag; ++bag) {
+        const Bounds bounds = bounds_of(l, bag);
+        Span<S> best = zero_span<S>(), from;
+#pragma GCC unroll 16
+        for (int i = 0; i < S::kVectors; ++i) from.v[i] = bits(-1);
+        bool empty = true;
+        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+            if (ahead) prefetch_row<S>(table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
+            const int32_t id = l.ids[k];
+            if (id == l.padding) continue;
+            const Vec position = bits(static_cast<int32_t>(k));
+            const Span<S> row = load_span<S>(table + a.dim * id, mask);
+#pragma GCC unroll 16
+            for (int i = 0; i < S::kVectors; ++i) {
+                const Flags better = empty ? same_bits(position, position) : greater(row.v[i], best.v[i]);
+                best.v[i] = select(better, row.v[i], best.v[i]);
+                from.v[i] = select(better, position, from.v[i]);
+            }
+            empty = false;
+        }
+        float* out = a.out + bag * a.out_stride + column;
+        if (a.stream) stream_span(out, best);
+        else store_span(out, best, mask);
+        store_span(l.maxima + bag * a.dim + column, from, mask);
+    }
+}
+
+/// What of a bag's gradient belongs to lookup k: the columns of which it was the maximum.
+template <typename S>
+SL_INLINE void keep_maxima(Span<S>& grad, const Lookups& l, int64_t k, int64_t bag, int64_t dim, int64_t column, Mask mask) {
+    const float* maxima = l.maxima + bag * dim + column;
+    const Vec position = bits(static_cast<int32_t>(k));
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) grad.v[i] = select(same_bits(load_vector<S>(maxima, i, mask), position), grad.v[i], zero());
+}
+
 static void forward(const ForwardArgs& a) {
     const Lookups& l = a.lookups;
     visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
         using S = decltype(size);
-        if (l.pooling == SL_NONE) forward_block<S, Bag::kCopy>(a, column, mask);
+        if (l.pooling == SL_MAX) forward_max_block<S>(a, column, mask);
+        else if (l.pooling == SL_NONE) forward_block<S, Bag::kCopy>(a, column, mask);
         else if (l.weights && l.padding < 0) forward_block<S, Bag::kFused>(a, column, mask);
         else if (l.weights) forward_block<S, Bag::kRounded>(a, column, mask);
         else if (l.padding < 0) forward_block<S, Bag::kPlain>(a, column, mask);

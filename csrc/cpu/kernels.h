@@ -15,6 +15,7 @@ struct Lookups {
     const int32_t* offsets;
     const float* weights;     // one a lookup; null: unweighted
     const float* inverse;     // one a bag: 1 / ids that count; null unless mean
+    float* maxima;            // (B, dim) bits of the int32 position that each maximum came from, -1: none; null unless max
     int64_t num_bags;
     int64_t count;            // K
     int64_t length;
@@ -54,7 +55,7 @@ struct Source {
     const float* grad;
     int64_t grad_stride;
     float scale;
-    int32_t plain;            // no weights, no inverse and a scale of 1: gradient rows are used as they are
+    int32_t plain;            // no weights, inverse or maxima and a scale of 1: gradient rows are used as they are
     int32_t pack;             // copied side by side before the chains are walked
     int32_t first;
     int32_t last;

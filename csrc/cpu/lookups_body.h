@@ -24,7 +24,13 @@ SL_INLINE void visit_lookups(const UpdateArgs& a, const Source& source, int64_t 
                 scale_span(grad, l.weights[k]);
                 scale_span(grad, source.scale);
             }
-            visit(id, grad);
+            if (l.maxima) {
+                Span<S> own = grad;
+                keep_maxima<S>(own, l, k, bag, a.dim, column, mask);
+                visit(id, own);
+            } else {
+                visit(id, grad);
+            }
         }
     }
 }
@@ -142,6 +148,7 @@ static void expand(const Source& given, int64_t dim, int64_t first_bag, int64_t 
                 Span<S> grad = load_span<S>(source.grad + bag * source.grad_stride + column, mask);
                 scale_span(grad, factor_of(source, source.first + k, bag));
                 scale_span(grad, source.scale);
+                if (l.maxima) keep_maxima<S>(grad, l, k, bag, dim, column, mask);
                 store_span(out + column, grad, mask);
             });
             out += dim;

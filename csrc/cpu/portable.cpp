@@ -40,6 +40,11 @@ inline Vec sqrt(Vec a) {
     for (int i = 0; i < kWidth; ++i) x[i] = __builtin_sqrtf(a[i]);
     return x;
 }
+typedef int Flags __attribute__((vector_size(16)));
+inline Flags greater(Vec a, Vec b) { return a > b; }
+inline Flags same_bits(Vec a, Vec b) { return reinterpret_cast<Flags>(a) == reinterpret_cast<Flags>(b); }
+inline Vec select(Flags flags, Vec a, Vec b) { return flags ? a : b; }
+inline Vec bits(int32_t x) { return reinterpret_cast<Vec>(Flags{x, x, x, x}); }
 inline float sum(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 inline Mask mask_for(int64_t lanes) { return static_cast<Mask>(lanes); }
 

@@ -49,6 +49,8 @@ void lay_out(Layout& layout, const sl_program& program, const sl_index_input* in
         if (input.bag_length <= 0) parts.offsets = layout.take<int32_t>(parts.num_bags + 1);
         if (feature.weighted) parts.weights = layout.take<float>(input.num_ids);
         if (feature.pooling == SL_MEAN) parts.inverse = layout.take<float>(parts.num_bags);
+        const int64_t dim = program.tables[static_cast<size_t>(feature.table)].dim;
+        if (feature.pooling == SL_MAX) parts.maxima = layout.take<float>(parts.num_bags * dim);
         if (lookups) lookups[f] = parts;
     }
 }
@@ -101,13 +103,13 @@ void invert_counts(Lookups& lookups) {
     }
 }
 
-sl_status prepare_feature(const sl_program& program, const sl_index_input& input, int64_t rows, Lookups& lookups, sl_fault& fault) {
+sl_status prepare_feature(const sl_program& program, const sl_index_input& input, const sl_table& table, Lookups& lookups, sl_fault& fault) {
     if (lookups.offsets) {
         const sl_status status = input.offsets_are_64 ? narrow_offsets(static_cast<const int64_t*>(input.offsets), input, lookups, fault)
                                                       : narrow_offsets(static_cast<const int32_t*>(input.offsets), input, lookups, fault);
         if (status != SL_OK) return status;
     }
-    fault.position = program.kernels->narrow_ids(input.ids, input.num_ids, input.id_stride, input.ids_are_64, rows,
+    fault.position = program.kernels->narrow_ids(input.ids, input.num_ids, input.id_stride, input.ids_are_64, table.rows,
                                                  const_cast<int32_t*>(lookups.ids));
     if (fault.position >= 0) {
         const int64_t at = fault.position * input.id_stride;
@@ -122,6 +124,7 @@ sl_status prepare_feature(const sl_program& program, const sl_index_input& input
             for (int64_t k = 0; k < lookups.count; ++k) weights[k] = input.weights[k * input.weight_stride];
     }
     if (lookups.inverse) invert_counts(lookups);
+    if (lookups.maxima) std::memset(lookups.maxima, 0xff, static_cast<size_t>(lookups.num_bags * table.dim) * sizeof(float));
     return SL_OK;
 }
 
@@ -161,9 +164,9 @@ extern "C" sl_status sl_prepare(sl_program* program, const sl_index_input* input
         for (size_t f = 0; f < num_features; ++f) lookups += inputs[f].num_ids;
         run_tasks(lookups < kParallelLookups ? 1 : threads, static_cast<int64_t>(num_features), [&](int64_t f, int) {
             const auto at = static_cast<size_t>(f);
-            const int64_t rows = program->tables[static_cast<size_t>(program->features[at].table)].rows;
+            const sl_table& table = program->tables[static_cast<size_t>(program->features[at].table)];
             program->faults[at].feature = f;
-            program->statuses[at] = prepare_feature(*program, inputs[f], rows, prepared->lookups[f], program->faults[at]);
+            program->statuses[at] = prepare_feature(*program, inputs[f], table, prepared->lookups[f], program->faults[at]);
         });
         for (size_t f = 0; f < num_features; ++f) {
             if (program->statuses[f] == SL_OK) continue;
@@ -194,4 +197,15 @@ extern "C" void sl_batch_indices(const sl_batch* batch, int64_t feature, int64_t
 extern "C" void sl_batch_offsets(const sl_batch* batch, int64_t feature, int64_t* offsets) {
     const Lookups& lookups = batch->lookups[feature];
     for (int64_t bag = 0; bag <= lookups.num_bags; ++bag) offsets[bag] = lookups.offsets ? lookups.offsets[bag] : bag * lookups.length;
+}
+
+extern "C" void sl_batch_maxima(const sl_batch* batch, int64_t feature, int64_t* positions) {
+    const Lookups& lookups = batch->lookups[feature];
+    const sl_program& program = *batch->program;
+    const int64_t dim = program.tables[static_cast<size_t>(program.features[static_cast<size_t>(feature)].table)].dim;
+    for (int64_t i = 0; i < lookups.num_bags * dim; ++i) {
+        int32_t position;
+        std::memcpy(&position, lookups.maxima + i, sizeof position);
+        positions[i] = position;
+    }
 }

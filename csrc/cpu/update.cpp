@@ -20,7 +20,7 @@ constexpr int64_t kLinkCost = 16;                // of scanning a lookup that ma
 /// bags of several ids read each of them several times, which pays for the copy while all copies of a table fit the cache.
 bool is_worth_packing(const Source& source, int64_t dim, int64_t packed) {
     const Lookups& lookups = source.lookups;
-    return source.grad_stride != dim && lookups.count >= 2 * lookups.num_bags && packed + lookups.num_bags * dim <= kMaxPackedFloats;
+    return !lookups.maxima && source.grad_stride != dim && lookups.count >= 2 * lookups.num_bags && packed + lookups.num_bags * dim <= kMaxPackedFloats;
 }
 
 /// Appends the sources of a table: its features' gradients, segment by segment. Throws std::length_error.
@@ -39,7 +39,7 @@ SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment*
             source.grad = grad.data;
             source.grad_stride = grad.row_stride;
             source.scale = segment.scales ? segment.scales[table] : 1.0f;
-            source.plain = !lookups.weights && !lookups.inverse && source.scale == 1.0f;
+            source.plain = !lookups.weights && !lookups.inverse && !lookups.maxima && source.scale == 1.0f;
             source.first = static_cast<int32_t>(range.lookups);
             range.lookups += lookups.count;
             source.last = static_cast<int32_t>(range.lookups);

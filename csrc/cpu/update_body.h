@@ -164,6 +164,7 @@ SL_INLINE Span<S> sum_chain(const UpdateArgs& a, int32_t link, int64_t column, M
             Span<S> row = load_span<S>(grad, mask);
             scale_span(row, factor_of(*source, k, node.bag));
             scale_span(row, source->scale);
+            if (source->lookups.maxima) keep_maxima<S>(row, source->lookups, k - source->first, node.bag, a.dim, column, mask);
 #pragma GCC unroll 16
             for (int i = 0; i < S::kVectors; ++i) sum.v[i] = add(sum.v[i], row.v[i]);
         }

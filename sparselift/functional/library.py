@@ -117,7 +117,10 @@ def lookup_backward(grad: Tensor, weights: Sequence[Tensor], rows: Sequence[int]
         else:
             if flat_grad.stride(-1) != 1:
                 flat_grad = flat_grad.clone(memory_format=torch.contiguous_format)
-            batch = compiled.prepare(parts, bags, split_sample_weights(factors, parts))
+            if pooling == "max":                      # whose forward notes where the maxima came from
+                batch, _ = compiled.run(weights, parts, bags)
+            else:
+                batch = compiled.prepare(parts, bags, split_sample_weights(factors, parts))
             grads = [each for each in compiled.table_grads(batch, flat_grad, wanted, sparse) if each is not None] if any(wanted) else []
             by_factors = compiled.sample_weight_grad(weights, batch, flat_grad) if by_sample_weights else None
     if sparse:

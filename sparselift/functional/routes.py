@@ -130,7 +130,6 @@ def unfused_option(options: LookupOptions) -> str:
 
 
 UNFUSED_OPTIONS = (
-    Rule("`mode='max'`", lambda options: options.mode not in ("sum", "mean", "none"), "mode={options.mode!r}"),
     Rule("`max_norm`", lambda options: options.max_norm is not None, "max_norm={options.max_norm}"),
     Rule("`scale_grad_by_freq`", lambda options: options.scale_grad_by_freq, "scale_grad_by_freq=True"),
 )
@@ -165,9 +164,8 @@ def compile_lookup(shapes: Sequence[tuple[int, ...]], names: Sequence[str], opti
     for position, (name, shape) in enumerate(zip(names, shapes)):
         # A table without elements is only ever checked against, for which one with an element is as good.
         rows, dim = (max(size, 1) for size in shape)
-        pooling = options.mode if options.mode in ("mean", "none") else "sum"
         tables.append(TableSpec(name, rows, dim))
-        features.append(FeatureSpec(name, position, pooling, column, options.padding_idx, options.include_last_offset, weighted))
+        features.append(FeatureSpec(name, position, options.mode, column, options.padding_idx, options.include_last_offset, weighted))
         column += dim
     return BagLookup(tables, features, backend)
 

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t
 cdef extern from "api/sparselift_cpu.h" nogil:
     ctypedef int32_t sl_status
     enum: SL_OK, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UNSUPPORTED
-    enum: SL_SUM, SL_MEAN, SL_NONE
+    enum: SL_SUM, SL_MEAN, SL_NONE, SL_MAX
     enum: SL_COALESCE_CHAIN, SL_COALESCE_NONE
     enum: SL_PARTITION_BAG, SL_PARTITION_TABLE
     enum: SL_RULE_ABSENT, SL_SGD, SL_ADAGRAD, SL_ROWWISE_ADAGRAD, SL_ADAM
@@ -89,6 +89,7 @@ cdef extern from "api/sparselift_cpu.h" nogil:
     int64_t sl_batch_num_lookups(const sl_batch* batch, int64_t feature)
     void sl_batch_indices(const sl_batch* batch, int64_t feature, int64_t* indices)
     void sl_batch_offsets(const sl_batch* batch, int64_t feature, int64_t* offsets)
+    void sl_batch_maxima(const sl_batch* batch, int64_t feature, int64_t* positions)
 
     sl_status sl_forward(sl_program* program, const float* const* tables, const sl_batch* batch, const sl_matrix* outputs,
                          int32_t threads)

@@ -131,6 +131,15 @@ cdef class Batch:
         sl_batch_offsets(self.handle, feature, <int64_t*><uintptr_t>bounds.data_ptr())
         return bounds
 
+    def maxima(self, Py_ssize_t feature):
+        cdef Program program = self.program
+        if program.feature_specs[feature].pooling != SL_MAX:
+            checks.check_max(program.features[feature])
+        dim = program.table_specs[program.feature_specs[feature].table].dim
+        positions = torch.empty((self.num_bags[feature], dim), dtype=torch.int64, device=CPU)
+        sl_batch_maxima(self.handle, feature, <int64_t*><uintptr_t>positions.data_ptr())
+        return positions
+
 
 cdef class Program:
     """See BagProgram."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, float32
 
-POOLINGS = ("sum", "mean", "none")
+POOLINGS = ("sum", "mean", "none", "max")
 COALESCE_METHODS = ("chain", "none", "sort", "dense")
 PARTITIONS = ("bag", "table")
 UPDATE_RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -53,7 +53,7 @@ class FeatureSpec:
 
     name: str
     table: int                     # position in the program's tables
-    pooling: str = "sum"           # "sum", "mean"; "none": every id is a bag of its own
+    pooling: str = "sum"           # "sum", "mean", "max"; "none": every id is a bag of its own
     column: int = 0                # first output column, when the output is one shared buffer
     padding_idx: int | None = None  # 0 <= padding_idx < rows: ids that count for nothing, in sums, means and gradients. Pooling
                                     # "none" still gives their row, as nn.Embedding does
@@ -100,6 +100,12 @@ class IndexBatch(ABC):
     @abstractmethod
     def offsets(self, feature: int) -> Tensor:
         """(B + 1,) int64 bag boundaries of a feature, starting at 0, a copy."""
+
+    @abstractmethod
+    def maxima(self, feature: int) -> Tensor:
+        """(B, D) int64 positions among the ids of a feature with pooling "max": which row each maximum came from in the last forward of
+        this batch; -1 in bags where no id counts, and everywhere before the first. Raises ValueError for a feature with another pooling.
+        """
 
     @property
     @abstractmethod
@@ -164,7 +170,8 @@ class BagProgram(ABC):
     def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
         """Pooled rows of every feature into `out`: one (B, width) float32 buffer, or one (B, D) tensor a feature.
 
-        Empty bags give zeros. Sums run in id order, in float32, so that an unweighted sum has torch's bits.
+        Empty bags give zeros. Sums run in id order, in float32, so that an unweighted sum has torch's bits. Of equal maxima the first
+        counts, and of NaNs one that comes first in its bag. The batch notes where they came from (`maxima`): that is where gradients go.
         `tables` are contiguous (R, D) weights in the order of `tables`.
         """
 

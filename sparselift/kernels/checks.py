@@ -97,6 +97,12 @@ def check_rule(table: TableSpec, rule: UpdateRule) -> None:
         raise ValueError(f"{where}: betas must be at least 0 and below 1; got {rule.betas}")
 
 
+def check_max(spec: FeatureSpec) -> None:
+    """Raises ValueError unless the feature's pooling is "max"."""
+    if spec.pooling != "max":
+        raise ValueError(f"feature {spec.name!r}: pooling {spec.pooling!r} has no maxima")
+
+
 def check_dense(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raises unless `tensor` is a contiguous float32 CPU tensor of `shape`."""
     check_kind(what, tensor, (torch.float32,))

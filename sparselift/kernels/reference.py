@@ -19,6 +19,7 @@ from .checks import (
     check_bag_length,
     check_count,
     check_lookup_count,
+    check_max,
     check_offset_count,
     check_rows,
     check_rules,
@@ -70,12 +71,22 @@ class ReferenceBatch(IndexBatch):
         self.lookups = tuple(lookups)
         self.num_bags = tuple(len(look.offsets) - 1 for look in lookups)
         self.num_lookups = tuple(len(look.ids) for look in lookups)
+        self._maxima: dict[int, Tensor] = {}
 
     def indices(self, feature: int) -> Tensor:
         return self.lookups[feature].ids.clone()
 
     def offsets(self, feature: int) -> Tensor:
         return self.lookups[feature].offsets.clone()
+
+    def maxima(self, feature: int) -> Tensor:
+        spec = self.program.features[feature]
+        check_max(spec)
+        nowhere = torch.full((self.num_bags[feature], self.program.tables[spec.table].dim), -1)
+        return self._maxima.get(feature, nowhere).clone()
+
+    def note_maxima(self, feature: int, positions: Tensor) -> None:
+        self._maxima[feature] = positions
 
     @property
     def nbytes(self) -> int:
@@ -111,8 +122,13 @@ class ReferenceProgram(BagProgram):
         check_tables(self, tables)
         lookups = self._lookups(batch)
         with torch.no_grad():
-            for spec, look, output in zip(self.features, lookups, feature_outputs(self, batch, out)):
-                output.copy_(_pool(spec, tables[spec.table], look))
+            for feature, (spec, look, output) in enumerate(zip(self.features, lookups, feature_outputs(self, batch, out))):
+                if spec.pooling == "max":
+                    pooled, positions = _pool_max(spec, tables[spec.table], look)
+                    batch.note_maxima(feature, positions)  # type: ignore[attr-defined]
+                else:
+                    pooled = _pool(spec, tables[spec.table], look)
+                output.copy_(pooled)
 
     def weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, feature: int, grad: Tensor) -> Tensor:
         check_tables(self, tables)
@@ -144,10 +160,10 @@ class ReferenceProgram(BagProgram):
         ids, grads = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, self.tables[table].dim, dtype=torch.float32)]
         for segment in segments:
             lookups = self._lookups(segment.batch)
-            for spec, look, grad in zip(self.features, lookups, feature_grads(self, segment)):
+            for feature, (spec, look, grad) in enumerate(zip(self.features, lookups, feature_grads(self, segment))):
                 if spec.table != table or grad is None:
                     continue
-                part_ids, part = _lookup_grads(spec, look, grad)
+                part_ids, part = _lookup_grads(spec, look, grad, segment.batch.maxima(feature) if spec.pooling == "max" else None)
                 if segment.scales is not None:
                     part = part * torch.tensor(segment.scales[table], dtype=torch.float32)
                 ids.append(part_ids)
@@ -221,13 +237,33 @@ def _pool(spec: FeatureSpec, table: Tensor, look: _Lookups) -> Tensor:
     return pooled / _counts(spec, look)[:, None] if spec.pooling == "mean" else pooled
 
 
-def _lookup_grads(spec: FeatureSpec, look: _Lookups, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _pool_max(spec: FeatureSpec, table: Tensor, look: _Lookups) -> tuple[Tensor, Tensor]:
+    """(B, D) maxima and the positions among the ids that they came from, -1 where no id counts."""
+    starts, lengths = look.offsets[:-1], look.offsets.diff()
+    pooled = torch.zeros(len(starts), table.shape[1], dtype=torch.float32)
+    positions = torch.full(pooled.shape, -1)
+    for step in range(int(lengths.max()) if len(lengths) else 0):
+        bags = (lengths > step).nonzero()[:, 0]
+        lookups = starts[bags] + step
+        if spec.padding_idx is not None:
+            kept = look.ids[lookups] != spec.padding_idx
+            bags, lookups = bags[kept], lookups[kept]
+        rows = table[look.ids[lookups]]
+        better = (positions[bags] < 0) | (rows > pooled[bags])
+        pooled[bags] = torch.where(better, rows, pooled[bags])
+        positions[bags] = torch.where(better, lookups[:, None], positions[bags])
+    return pooled, positions
+
+
+def _lookup_grads(spec: FeatureSpec, look: _Lookups, grad: Tensor, maxima: Tensor | None) -> tuple[Tensor, Tensor]:
     """Ids and (K, D) gradients of the lookups of one feature, padding left out."""
-    ids, bags, weights = look.ids, look.bags, look.weights
+    ids, bags, weights, positions = look.ids, look.bags, look.weights, torch.arange(len(look.ids))
     if spec.padding_idx is not None:
         kept = ids != spec.padding_idx
-        ids, bags, weights = ids[kept], bags[kept], None if weights is None else weights[kept]
+        ids, bags, weights, positions = ids[kept], bags[kept], None if weights is None else weights[kept], positions[kept]
     part = grad.detach()[bags]
+    if maxima is not None:
+        part = torch.where(maxima[bags] == positions[:, None], part, 0.0)
     if spec.pooling == "mean":
         part = part * (1 / _counts(spec, look))[bags, None]
     return ids.clone(), part if weights is None else part * weights[:, None]

@@ -134,7 +134,6 @@ MODULE_RULES = (
     Rule("`max_norm`", lambda m: m.max_norm is not None, "max_norm={module.max_norm} rewrites rows during the forward", "max_norm=None"),
     Rule("`scale_grad_by_freq`", lambda m: m.scale_grad_by_freq,
          "scale_grad_by_freq=True divides gradients by the counts of a whole batch", "scale_grad_by_freq=False"),
-    Rule("`mode='max'`", lambda m: getattr(m, "mode", None) == "max", "mode='max' has no fused kernel", "mode='sum' or 'mean'"),
     Rule("a weight that is no parameter", lambda m: not isinstance(m._parameters.get("weight"), nn.Parameter),
          "its weight is not a plain parameter (weight normalisation, pruning, a property)", "remove what replaces it"),
 )

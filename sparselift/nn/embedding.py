@@ -20,7 +20,7 @@ from .routed import RoutedModule
 class EmbeddingBag(RoutedModule, nn.EmbeddingBag):
     """torch.nn.EmbeddingBag, with its signature, attributes and state_dict, in one fused kernel call.
 
-    Float32 tables on the CPU with mode "sum" or "mean" run in the kernels; an unweighted sum has torch's bits. What else
+    Float32 tables on the CPU run in the kernels; unweighted sums and maxima have torch's bits. What else
     torch's module takes runs in torch, and `last_path` says why. Batches are checked either way. Where torch 2.13 is wrong
     this is not: gradients with scale_grad_by_freq and of half-precision tables, and 2-D inputs of empty bags.
     A backward with create_graph=True can be differentiated again. torch.compile and torch.export hold the lookup as one node.

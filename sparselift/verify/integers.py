@@ -14,6 +14,7 @@ from torch import Tensor
 from sparselift.ir import Feature, Structure
 from sparselift.kernels.base import state_shapes
 from sparselift.stats import Sketch
+from sparselift.verify.maxima import first_maxima
 from sparselift.verify.twin import LR, Rule, TwinBatch
 
 EXACT = 2.0 ** 24                  # float32 holds every integer up to here
@@ -106,7 +107,7 @@ def _ids(feature: Feature, rows: int, owner: Tensor, padded: Tensor, sketch: Ske
     if feature.padding_idx is not None:
         position = torch.arange(count) - torch.searchsorted(owner, owner)  # within the bag
         ids[position < padded[owner]] = feature.padding_idx
-        if feature.form == "ids" or (feature.form == "matrix" and feature.pooling == "sum"):
+        if feature.form == "ids" or (feature.form == "matrix" and feature.pooling != "mean"):
             ids[torch.rand(count, generator=generator) < 0.1] = feature.padding_idx
     return ids
 
@@ -145,6 +146,9 @@ class Oracle:
             if feature.pooling == "none":
                 found[feature.name] = weight[ids]
                 continue
+            if feature.pooling == "max":
+                found[feature.name] = first_maxima(rows, bag, keep, len(count))[0]
+                continue
             total = weight.new_zeros(len(count), weight.shape[1])
             found[feature.name] = total.index_add(0, bag[keep], rows[keep]) / (count[:, None] if feature.pooling == "mean" else 1)
             self._note(total.index_add(0, bag[keep], rows[keep].abs()), self._unit(feature.table))
@@ -158,6 +162,8 @@ class Oracle:
             bag = drawn.bag_of[place]
             arrived = drawn.grads[feature.name].double()[bag]
             grad = arrived * factor[:, None] / (count[bag, None] if feature.pooling == "mean" else 1)
+            if feature.pooling == "max":
+                grad = torch.where(first_maxima(self.weights[feature.table][ids], bag, keep, len(count))[1], grad, 0.0)
             self.grads[feature.table].index_add_(0, ids[keep], grad[keep])
             self.absolute[feature.table].index_add_(0, ids[keep], grad[keep].abs())
             self.named[feature.table][ids[keep]] = True

@@ -22,6 +22,7 @@ from sparselift.kernels.base import UpdateRule, state_shapes
 from sparselift.optim import fused_rule, state_parts, update_rule
 from sparselift.preserve import preserve
 from sparselift.schedule import Schedule
+from sparselift.verify.maxima import first_maxima
 from sparselift.workload import Workload
 
 U = 2.0 ** -24
@@ -177,6 +178,9 @@ def _check_output(feature: Feature, native: _Step, planned: _Step, rows: Mapping
         keep = torch.ones_like(keep)
     place = torch.searchsorted(rows[feature.table], lookup.ids)
     terms = (native.before[feature.table].double()[place] * lookup.factors[:, None])[keep]
+    if feature.pooling == "max":
+        want, _ = first_maxima(native.before[feature.table].double()[place], lookup.bag_of, keep, len(lookup.output))
+        return _share(f"output of {feature.name}", got, want, torch.zeros_like(want))
     share = 1 / count[:, None] if feature.pooling == "mean" else torch.ones(1, 1, dtype=torch.float64)
     zeros = torch.zeros(lookup.output.shape, dtype=torch.float64)
     want = zeros.index_add(0, lookup.bag_of[keep], terms) * share
@@ -197,6 +201,9 @@ def _check_update(structure: Structure, table: str, rule: UpdateRule, native: _S
         place = torch.searchsorted(rows[table], lookup.ids[keep])
         each = lookup.grad[lookup.bag_of[keep]] * lookup.factors[keep, None]
         each = each / count[lookup.bag_of[keep], None] if feature.pooling == "mean" else each
+        if feature.pooling == "max":
+            from_it = first_maxima(before[torch.searchsorted(rows[table], lookup.ids)], lookup.bag_of, keep, len(lookup.output))[1]
+            each = torch.where(from_it[keep], each, 0.0)
         grad.index_add_(0, place, each)
         absolute.index_add_(0, place, each.abs())
         terms.index_add_(0, place, torch.ones(len(place), 1, dtype=torch.float64))

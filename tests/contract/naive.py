@@ -23,12 +23,18 @@ class Case:
     indices: list[Tensor]
     offsets: list[Tensor | int]
     sample_weights: list[Tensor | None] = field(default_factory=list)
+    looked_up: list[Tensor] = field(default_factory=list)      # what `weights` were when maxima were looked up
 
     def compile(self, backend: KernelBackend) -> BagProgram:
         return backend.compile(self.tables, self.features)
 
     def prepare(self, program: BagProgram):
-        return program.prepare(self.indices, self.offsets, self.sample_weights or None)
+        """A batch. Where maxima are looked up, its forward has run: gradients go where they came from, whatever becomes of the weights."""
+        batch = program.prepare(self.indices, self.offsets, self.sample_weights or None)
+        if any(f.pooling == "max" for f in self.features):
+            program.forward(self.weights, batch, self.outputs(batch))
+            self.looked_up = [weight.clone() for weight in self.weights]
+        return batch
 
     def outputs(self, batch, fill: float = torch.nan) -> list[Tensor]:
         return [torch.full((bags, self.tables[f.table].dim), fill) for f, bags in zip(self.features, batch.num_bags)]
@@ -56,6 +62,9 @@ def pooled(case: Case, feature: int) -> np.ndarray:
     table = case.weights[spec.table].double().numpy()
     rows = []
     for _, members in case.bags(feature):
+        if spec.pooling == "max" and members:
+            rows.append(table[[row for _, row, _ in members]].max(0))
+            continue
         total = np.zeros(table.shape[1])
         for _, row, weight in members:
             total += weight * table[row]
@@ -70,11 +79,15 @@ def lookup_grads(case: Case, table: int, grads: Sequence[Tensor | None]) -> tupl
         if spec.table != table or grad is None:
             continue
         for bag, members in case.bags(position):
-            for _, row, weight in members:
+            first = None
+            if spec.pooling == "max" and members:      # of equal ones the first, column by column
+                first = case.looked_up[table].double().numpy()[[row for _, row, _ in members]].argmax(0)
+            for place, (_, row, weight) in enumerate(members):
                 if row == spec.padding_idx:
                     continue
                 ids.append(row)
-                values.append(weight * grad[bag].double().numpy() / (len(members) if spec.pooling == "mean" else 1))
+                value = weight * grad[bag].double().numpy() / (len(members) if spec.pooling == "mean" else 1)
+                values.append(value if first is None else np.where(first == place, value, 0))
     return ids, np.array(values).reshape(-1, case.tables[table].dim)
 
 
@@ -147,7 +160,7 @@ def _add_feature(case: Case, rng: np.random.Generator, spec: FeatureSpec, batch:
     starts: list[int] = []
     for _ in range(batch):
         starts.append(len(ids))
-        counts = {"none": [1], "mean": [0, 1, 2, 4], "sum": range(length + 1)}[spec.pooling]
+        counts = {"none": [1], "mean": [0, 1, 2, 4], "sum": range(length + 1), "max": range(length + 1)}[spec.pooling]
         counted = int(rng.choice(counts))
         bag_ids = rng.integers(0, rows, counted)
         if spec.padding_idx is not None and spec.pooling != "none":

@@ -24,8 +24,9 @@ CASES = {
     "sum": {},
     "mean": {"pooling": ["mean"]},
     "none": {"pooling": ["none"]},
-    "mixed": {"pooling": ["sum", "mean", "none"], "dims": (4, 17, 64), "shared": True},
-    "padding": {"pooling": ["sum", "mean", "none"], "dims": (4, 8, 16), "padding": True},
+    "max": {"pooling": ["max"]},
+    "mixed": {"pooling": ["sum", "mean", "none", "max"], "dims": (4, 17, 64), "shared": True},
+    "padding": {"pooling": ["sum", "mean", "none", "max"], "dims": (4, 8, 16, 5), "padding": True},
     "weighted": {"weighted": True},
     "weighted_padding": {"weighted": True, "padding": True, "pooling": ["sum", "mean"]},
     "include_last": {"include_last": True, "pooling": ["sum", "mean"]},
@@ -100,7 +101,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("dim", DIMS)
     def test_forward_of_any_dim(self, backend, dim):
-        case = random_case(dim, (dim,) * 3, pooling=["sum", "mean", "none"])
+        case = random_case(dim, (dim,) * 4, pooling=["sum", "mean", "none", "max"])
         program = case.compile(backend)
         batch = case.prepare(program)
         outputs = case.outputs(batch)
@@ -280,6 +281,23 @@ class TestKernels:
             assert ids.tolist() == want_ids
             assert np.array_equal(grads.numpy(), want)
 
+    def test_where_maxima_came_from(self, backend):
+        """Of equal ones the first; of duplicates of a row, one; nowhere in empty bags, in bags of padding, and before a forward."""
+        weight = torch.tensor([[1.0, 5, 2], [1, 4, 2], [9, 9, 9], [3, -1, -2]])
+        ids, starts = torch.tensor([0, 1, 0, 3, 1, 2, 2]), torch.tensor([0, 3, 3, 5])       # rows 0 1 0 | none | 3 1 | padding twice
+        program = backend.compile([TableSpec("t", 4, 3)], [FeatureSpec("f", 0, "max", padding_idx=2), FeatureSpec("g", 0)])
+        batch, outputs = program.prepare([ids, ids], [starts, starts]), [torch.full((4, 3), torch.nan) for _ in range(2)]
+        before = weight.clone()
+        program.update([before], [None], [SGD], [Segment(batch, [torch.ones(4, 3), None])])
+        assert (batch.maxima(0) == -1).all() and torch.equal(before, weight)
+        program.forward([weight], batch, outputs)
+        assert outputs[0].tolist() == [[1, 5, 2], [0, 0, 0], [3, 4, 2], [0, 0, 0]]
+        assert batch.maxima(0).tolist() == [[0, 0, 0], [-1, -1, -1], [3, 4, 4], [-1, -1, -1]] and batch.maxima(0).dtype == torch.int64
+        with pytest.raises(ValueError, match="feature 'g': pooling 'sum' has no maxima"):
+            batch.maxima(1)
+        rows, grads = program.coalesced_grad(0, [Segment(batch, [torch.ones(4, 3), None])])
+        assert rows.tolist() == [0, 1, 3] and grads.tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
+
     def test_tables_that_fit(self, backend):
         case = random_case(1)
         program = case.compile(backend)
@@ -384,7 +402,7 @@ class TestKernels:
         assert rows.shape == (0,) and grads.shape == (0, 8)
         assert program.expanded_grad(1, [])[1].shape == (0, 8)
 
-    @pytest.mark.parametrize("pooling", ["sum", "mean"])
+    @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
     def test_empty_bags_alone(self, backend, pooling):
         case = random_case(1, (17,), pooling=[pooling])
         case.indices, case.offsets = [torch.empty(0, dtype=torch.int64)], [torch.zeros(5, dtype=torch.int64)]

@@ -13,17 +13,19 @@ from tests.contract.naive import Case, lookup_grads, row_sums, updated
 class TestRealValues:
     """Real values: forward and lookup-by-lookup SGD have torch's bits, whatever order cannot fix is bounded."""
 
-    @pytest.mark.parametrize("kind", ["sum", "mean", "weighted", "padding", "mean_padding", "weighted_padding"])
+    @pytest.mark.parametrize("kind", ["sum", "mean", "weighted", "padding", "mean_padding", "weighted_padding", "max", "max_padding"])
     def test_bits_of_torch(self, backend, kind):
         for dim in (1, 3, 4, 16, 17, 64, 96, 128, 256, 300):
             self.check_bits_of_torch(backend, kind, dim)
 
     def check_bits_of_torch(self, backend, kind, dim):
         generator = torch.Generator().manual_seed(dim)
-        mode, padding = ("mean" if "mean" in kind else "sum"), (3 if "padding" in kind else None)
-        bag = torch.nn.EmbeddingBag(50, dim, mode=mode, sparse=True, padding_idx=padding)
+        mode, padding = next((m for m in ("mean", "max") if m in kind), "sum"), (3 if "padding" in kind else None)
+        bag = torch.nn.EmbeddingBag(50, dim, mode=mode, sparse=mode != "max", padding_idx=padding)
         with torch.no_grad():
             bag.weight.normal_(generator=generator)
+            bag.weight[7, ::2] = torch.nan if mode == "max" else 0          # kept where it comes first in its bag
+            bag.weight[9] = bag.weight[11]                                  # which have equal maxima
         ids, starts = torch.randint(0, 50, (200,), generator=generator), torch.arange(0, 200, 7)
         weights = torch.randn(200, generator=generator) if "weighted" in kind else None
         feature = FeatureSpec("f", 0, mode, padding_idx=padding, weighted=weights is not None)
@@ -32,9 +34,13 @@ class TestRealValues:
         out, mine = torch.empty(len(starts), dim), bag.weight.detach().clone()
         program.forward([mine], batch, out)
         expected = bag(ids, starts, weights)
-        assert torch.equal(out, expected)
+        assert torch.equal(out.nan_to_num(), expected.nan_to_num()) and torch.equal(out.isnan(), expected.isnan())
         grad = torch.randn(expected.shape, generator=generator)
         expected.backward(grad)
+        if mode == "max":                     # whose gradient is dense: added up before SGD sees it
+            rows, grads = program.coalesced_grad(0, [Segment(batch, grad)])
+            assert torch.equal(grads, bag.weight.grad[rows]) and not bag.weight.grad.index_fill(0, rows, 0).any()
+            return
         torch.optim.SGD(bag.parameters(), lr=0.037).step()
         program.update([mine], [None], [UpdateRule("sgd", 0.037)], [Segment(batch, grad)])
         assert torch.equal(mine, bag.weight)

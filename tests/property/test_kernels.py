@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparselift.kernels import available_backends, get_backend
-from sparselift.kernels.base import COALESCE_METHODS, UPDATE_RULES, FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from sparselift.kernels.base import COALESCE_METHODS, POOLINGS, UPDATE_RULES, FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
 from tests.contract.naive import Case, fresh_state, parts_of, random_case, random_grads
 
 BACKENDS = [name for name in available_backends() if name.startswith("cpu-")]
@@ -27,7 +27,7 @@ def cases(draw) -> Case:
     dims = draw(st.lists(st.sampled_from([1, 2, 5, 8, 16, 31, 48, 80, 130, 257]), min_size=1, max_size=3))
     case = random_case(
         draw(st.integers(0, 2**16)), dims, batch=draw(st.integers(0, 12)), length=draw(st.integers(0, 9)), rows=draw(st.integers(2, 40)),
-        pooling=draw(st.permutations(["sum", "mean", "none"])), padding=draw(st.booleans()), weighted=draw(st.booleans()),
+        pooling=draw(st.permutations(POOLINGS)), padding=draw(st.booleans()), weighted=draw(st.booleans()),
         include_last=draw(st.booleans()), shared=draw(st.booleans()),
         index_dtypes=draw(st.sampled_from([[torch.int64], [torch.int32, torch.int64, torch.int64]])))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))

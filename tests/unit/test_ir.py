@@ -57,14 +57,14 @@ def test_paths_fetch_what_they_name():
 
 
 def test_a_graph_reads_well():
-    text = str(make_graph(refusals=[Refusal("bad", "mode='max' has no fused kernel", "mode='sum'")]))
+    text = str(make_graph(refusals=[Refusal("bad", "max_norm=1.0 rewrites rows", "max_norm=None")]))
     assert text.splitlines()[0] == "toy: 2 tables, 1,050 rows, 65.6 KiB; batch 8; SGD"
     assert "2 lookups a step, all of them with ids from the arguments of the forward" in text
     assert "concat joins 2 lookups beside 1 other part (8 columns)" in text
     assert "e.0.weight  1,000   16  62.5 KiB  sum            4.0           32       78%  SGD" in text
     assert "forward  lookups         2  8.0 KiB  1.0 KiB  1.0 k   2.00 ms" in text
     assert "         dense part      1                    3.0 M" in text
-    assert text.endswith("not lifted:\n  bad: mode='max' has no fused kernel (mode='sum')")
+    assert text.endswith("not lifted:\n  bad: max_norm=1.0 rewrites rows (max_norm=None)")
     assert max(map(len, text.splitlines())) < 120
 
 

@@ -473,7 +473,6 @@ def transposed():
 REFUSED = {
     "max_norm": (lambda: bag(max_norm=1.0), "max_norm=1.0 rewrites rows"),
     "scale_grad_by_freq": (lambda: bag(scale_grad_by_freq=True, sparse=False), "scale_grad_by_freq=True"),
-    "max": (lambda: bag(mode="max", sparse=False), "mode='max' has no fused kernel"),
     "float64": (lambda: bag().double(), "its weight is float64"),
     "subclass": (lambda: Subclass(40, 4, mode="sum", sparse=True), "Subclass is a subclass"),
     "forward": (with_forward, "its forward has been replaced"),
@@ -573,7 +572,7 @@ def test_a_module_that_the_step_does_not_call_is_refused():
 
 
 def test_sharing_a_weight_with_a_refused_module_is_refused():
-    odd = bag(mode="max", sparse=False)
+    odd = bag(max_norm=1.0, sparse=False)
     work = beside(odd)
     other = bag(sparse=False)
     other.weight = odd.weight
@@ -588,7 +587,7 @@ def test_sharing_a_weight_with_a_refused_module_is_refused():
     with pytest.raises(LiftRefused, match=r"good: shares its weight with idle, which is not lifted"):
         lift(work)
     del work.model.idle
-    odd.mode, odd.sparse = "sum", True
+    odd.max_norm, odd.sparse = None, True
     reasons = {r.where: r.reason for r in lift(work).refusals}
     assert "differ in sparse=" in reasons["odd"] and "differ in sparse=" in reasons["other"]
 
@@ -685,8 +684,8 @@ def test_a_model_without_embeddings_says_what_was_looked_for():
 
 
 def test_a_model_with_refused_embeddings_alone_names_each():
-    model = nn.ModuleList([bag(mode="max", sparse=False), bag().double()])
-    with pytest.raises(LiftRefused, match=r"none of the 2 embedding modules .*\n  0: mode='max'.*\n  1: its weight is float64"):
+    model = nn.ModuleList([bag(max_norm=1.0), bag().double()])
+    with pytest.raises(LiftRefused, match=r"none of the 2 embedding modules .*\n  0: max_norm=1.0.*\n  1: its weight is float64"):
         lift(work_of(model, [()]))
 
 

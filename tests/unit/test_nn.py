@@ -252,11 +252,35 @@ def test_a_default_device_does_not_reach_the_lookups(options: dict[str, Any], mo
     assert {each.device.type for each in (out, *grads)} == {"cpu"}
 
 
+@pytest.mark.parametrize("padding_idx", [None, 1])
+@pytest.mark.parametrize("real", [False, True])
+def test_maxima_are_torchs(padding_idx: int | None, real: bool) -> None:
+    """Small integers, of which many are equal, and bags that are empty, of padding alone, and of one row twice."""
+    ours, theirs = pair(EmbeddingBag, ROWS, DIM, real=real, mode="max", padding_idx=padding_idx)
+    run_both(ours, theirs, torch.tensor([0, 3, 0, 1, 1, 5, 2, 4, 2]), torch.tensor([0, 0, 3, 5]))
+    run_both(ours, theirs, IDS[:8].reshape(2, 4))
+    assert ours.last_path == "fused bag"
+
+
+def test_maxima_can_be_differentiated_twice() -> None:
+    module = filled(EmbeddingBag(ROWS, DIM, mode="max"), integers(ROWS, DIM))
+    arrived = integers(len(STARTS), DIM, seed=5).requires_grad_()
+    once, = torch.autograd.grad(module(IDS, STARTS), module.weight, arrived, create_graph=True)
+    factors = integers(ROWS, DIM, seed=6)
+    twice, = torch.autograd.grad(once, arrived, factors)
+    reference = nn.EmbeddingBag(ROWS, DIM, mode="max")
+    reference.load_state_dict(module.state_dict())
+    want, = torch.autograd.grad(reference(IDS, STARTS), reference.weight, arrived.detach())
+    assert torch.equal(once, want)
+    assert torch.equal((twice * arrived).sum(), (want * factors).sum())      # the gradient is linear in what arrived
+
+
 # -------------------------------------------------------------------------------------------------------- torch's way
 
 FALLBACKS = [
-    ({"mode": "max"}, "mode='max'"),
     ({"mode": "sum", "max_norm": 1.0}, "max_norm=1.0"),
+    ({"mode": "max", "max_norm": 1.0}, "max_norm=1.0"),
+    ({"mode": "max", "dtype": torch.float64}, "weight is torch.float64"),
     ({"mode": "mean", "max_norm": 0.5, "norm_type": 1.0}, "max_norm=0.5"),
     ({"mode": "sum", "dtype": torch.float64}, "weight is torch.float64"),
     ({"mode": "mean", "dtype": torch.float64, "padding_idx": 0}, "weight is torch.float64"),
@@ -311,7 +335,7 @@ def test_half_precision_values(mode: str) -> None:
     want = pool(module.weight.detach().double().numpy(), BAGS, mode, padding_idx=0)
     out = module(IDS, STARTS)
     assert torch.equal(out, torch.from_numpy(want.out).float().bfloat16())
-    assert module.last_path == ("torch: mode='max'" if mode == "max" else "torch: weight is torch.bfloat16")
+    assert module.last_path == "torch: weight is torch.bfloat16"
 
 
 def test_half_precision_per_sample_weights() -> None:

@@ -146,7 +146,7 @@ ILLEGAL: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["structure"]["tables"][0].update(rows=0), "bags.0.weight must have rows and dim of at least 1; got 0"),
     (lambda d: d["structure"]["tables"][0].pop("dim"), r"structure.tables\[0\] lacks the field 'dim'"),
     (lambda d: d["structure"]["features"][0].update(table="gone"), "bags.0 looks into 'gone', which is no table"),
-    (lambda d: d["structure"]["features"][0].update(pooling="max"), "pooling must be one of .*; got 'max'"),
+    (lambda d: d["structure"]["features"][0].update(pooling="min"), "pooling must be one of .*; got 'min'"),
     (lambda d: d["structure"]["features"][0].update(indices={"keys": [1.5], "select": None}), r"structure.features\[0\].indices.keys\[0\]"),
     (lambda d: d["structure"]["concats"][0]["parts"].append("gone"), r"cat joins \['gone'\], which are no features"),
     (lambda d: d["structure"]["concats"][0]["parts"].append(2**63 - 1), "cat: parts must hold .*; got 9223372036854775807"),

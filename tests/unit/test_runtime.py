@@ -84,6 +84,29 @@ def test_sgd_without_coalescing_has_native_bits(backend: str, plan: dict[str, bo
     assert not pair.applied.runtime.updates
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise"])
+@pytest.mark.parametrize("plan", [{"concat": True}, {"concat": False}, {"concat": False, "prelude": False}, {"coalesce": "none"},
+                                  {"coalesce": "dense"}], ids=str)
+def test_maxima_train_as_natively(backend: str, optimizer: str, plan: dict[str, Any]) -> None:
+    if optimizer != "sgd" and plan.get("coalesce") == "none":
+        pytest.skip("coalesce='none' is for SGD")
+    pair = Pair(optimizer, backend, sparse=False, mode="max", padding_idx=2, **plan)
+
+    def accumulate(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        backward(model, 5)
+        with torch.no_grad():
+            model(*batch(7))                     # a lookup that is not differentiated leaves the others' maxima alone
+        backward(model, 6)
+        opt.step()
+        opt.zero_grad()
+
+    train(pair)
+    pair.both(accumulate)
+    pair.check()
+    assert not pair.applied.runtime.asides
+    assert bool(pair.applied.runtime.updates) == (plan.get("coalesce") == "none")      # two backwards, which torch sums
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 def test_every_optimizer_trains_as_natively(backend: str, optimizer: str, sparse: bool) -> None:

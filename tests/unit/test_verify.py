@@ -34,6 +34,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.SparseAdam(tables(p), lr=0.03, betas=(0.8, 0.95)),
 }
 
+LONG_BAGS = Sketch(rows=40, batches=1, bags=8, lookups=16, unique=8, max_length=4, lengths=((1, 2), (2, 4), (4, 2)))
+
 
 def tables(parameters: Any) -> list[nn.Parameter]:
     return [p for p in parameters if p.dim() == 2 and len(p) in ROWS]
@@ -48,18 +50,21 @@ def prepared(optimizer: str = "sgd", **kind: Any) -> tuple[Bags, torch.optim.Opt
 def exact(optimizer: str, backend: str, plan: dict[str, Any], **kind: Any) -> dict[str, int]:
     model, opt, structure = prepared(optimizer, **kind)
     rules = table_rules(structure, {t.name: model.get_parameter(t.name) for t in structure.tables}, [opt])
-    return check_exact(structure, schedule(structure, **plan), {}, rules, backend, seed=0)
+    sketches = {f.name: LONG_BAGS for f in structure.features} if kind.get("mode") == "max" else {}      # else a maximum of one row
+    return check_exact(structure, schedule(structure, **plan), sketches, rules, backend, seed=0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("plan", [{}, {"concat": False}, {"concat": False, "prelude": False}, {"update": "native"}],
                          ids=["concat", "group", "alone", "torchs-update"])
 def test_right_schedules_are_certified(backend: str, optimizer: str, mode: str, plan: dict[str, Any]) -> None:
     for sparse in (True, False):
         if optimizer == "rowwise" and not sparse:
             continue                    # weight decay moves every row of a dense gradient: no fused rule
+        if mode == "max" and sparse:
+            continue                    # torch has no sparse gradient of maxima
         counts = exact(optimizer, backend, plan, mode=mode, sparse=sparse, padding_idx=2)
         assert counts["output"] > 0 and counts["gradient"] > 0 and counts["weights"] > 0
         keeps = optimizer in ("adagrad", "rowwise") or (optimizer == "adam" and sparse)      # else SGD shows the gradient
@@ -179,8 +184,7 @@ def check_equal_bags(mode: str, backend: str) -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     structure = bags_structure(model, [opt])
     rules = table_rules(structure, {t.name: model.get_parameter(t.name) for t in structure.tables}, [opt])
-    sketch = Sketch(rows=40, batches=1, bags=8, lookups=16, unique=8, max_length=4, lengths=((1, 2), (2, 4), (4, 2)))
-    check_exact(structure, schedule(structure), {f.name: sketch for f in structure.features}, rules, backend, seed=0)
+    check_exact(structure, schedule(structure), {f.name: LONG_BAGS for f in structure.features}, rules, backend, seed=0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -238,6 +242,34 @@ def test_faults_planted_in_adam_fail(monkeypatch: pytest.MonkeyPatch, fault: typ
     monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
     with pytest.raises(EquivalenceError, match=kind):
         exact("adam", "cpu", {})
+
+
+class WrongMaxima(Faulty):
+    """Outputs are right, gradients go to the minima."""
+
+    def forward(self, tables: Any, batch: Any, out: Any) -> None:
+        self.inner.forward(tables, batch, out)
+        self.inner.forward([-table for table in tables], batch, torch.empty_like(out))
+
+
+def test_gradients_of_the_wrong_rows_of_maxima_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend:
+        def compile(self, tables: Any, features: Any) -> BagProgram:
+            return WrongMaxima(get_backend("cpu").compile(tables, features))
+
+    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
+    with pytest.raises(EquivalenceError, match="gradient"):
+        exact("sgd", "cpu", {}, mode="max", sparse=False)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_real_maxima(backend: str) -> None:
+    model = Bags(sparse=False, mode="max", padding_idx=2)
+    opt = torch.optim.Adagrad(model.parameters(), lr=0.03)
+    work = Workload("bags", model, opt, lambda m, b: m(*b).pow(2).mean(), [batch(seed) for seed in range(3)])
+    structure = bags_structure(model, [opt])
+    certificate = Certifier(work, structure, {}, backend).certify(schedule(structure), "reassociated")
+    assert certificate.real["outputs"] == 0.0 and 0 <= certificate.real["updates"] <= 1
 
 
 def test_message_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
