@@ -15,17 +15,19 @@ SANITIZE = bool(int(os.environ.get("SPARSELIFT_SANITIZE", "0")))
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra",
          "-Wno-maybe-uninitialized", "-Wno-uninitialized"]      # g++ 12 warns of its own AVX-512 header
 SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
-ISA_FLAGS = {"csrc/cpu/portable.cpp": []}
+ISAS: dict[str, list[str]] = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    ISA_FLAGS |= {
-        "csrc/cpu/avx2.cpp": ["-mavx2", "-mfma"],
-        "csrc/cpu/avx512.cpp": ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma"],
-    }
+    ISAS |= {"avx2": ["-mavx2", "-mfma"], "avx512": ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma"]}
+BAG_ISAS = {f"csrc/cpu/{isa}.cpp": flags for isa, flags in ISAS.items()}
+INTERACTION_ISAS = {f"csrc/cpu/interaction_{isa}.cpp": flags for isa, flags in ISAS.items()}
+ISA_FLAGS = BAG_ISAS | INTERACTION_ISAS
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
-GENERAL = ["csrc/api/status.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("forward", "pool", "prepare", "program", "threads", "update"))]
+SHARED = ["csrc/api/status.cpp", "csrc/cpu/isa.cpp", "csrc/cpu/threads.cpp"]
+BAGS = [f"csrc/cpu/{name}.cpp" for name in ("forward", "pool", "prepare", "program", "update")]
 KERNEL_SOURCES = {
     "sparselift._memory": ["csrc/cpu/huge_pages.cpp", "csrc/cpu/pool.cpp", "csrc/cpu/ring.cpp"],
-    "sparselift.kernels._cpu": [*GENERAL, *ISA_FLAGS],
+    "sparselift.kernels._cpu": [*SHARED, *BAGS, *BAG_ISAS],
+    "sparselift.kernels._interaction": [*SHARED, "csrc/cpu/interaction.cpp", *INTERACTION_ISAS],
     "sparselift._probe": ["csrc/cpu/probe.cpp", "csrc/cpu/threads.cpp"],
     "sparselift.runtime._hot": [],                             # Cython alone
 }

@@ -1,4 +1,4 @@
-// Creating and destroying programs; which instruction sets run here.
+// Creating and destroying programs.
 #include "program.h"
 
 #include <sys/mman.h>
@@ -66,25 +66,6 @@ sl_program::~sl_program() {
 void sl_program::reserve_workers(int threads) {
     const size_t wanted = threads > 1 ? static_cast<size_t>(threads) : 1;
     if (workspaces.size() < wanted) workspaces.resize(wanted);
-}
-
-extern "C" int32_t sl_isa_runnable(int32_t isa) {
-#ifdef __x86_64__
-    if (isa == SL_ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (isa == SL_ISA_AVX512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && sl_isa_runnable(SL_ISA_AVX2);
-#endif
-    return isa == SL_ISA_PORTABLE;
-}
-
-extern "C" const char* sl_isa_name(int32_t isa) {
-    switch (isa) {
-        case SL_ISA_PORTABLE: return "portable";
-        case SL_ISA_AVX2: return "avx2";
-        case SL_ISA_AVX512: return "avx512";
-        default: return "";
-    }
 }
 
 extern "C" sl_status sl_program_create(const sl_table* tables, int64_t num_tables, const sl_feature* features, int64_t num_features,

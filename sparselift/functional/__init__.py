@@ -1,4 +1,4 @@
-"""torch.nn.functional's embedding functions over the fused kernels, and the mechanism that the modules of sparselift.nn share with them."""
+"""torch.nn.functional's embedding functions and DLRM's interaction over the kernels, and what sparselift.nn's modules share with them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 
 from . import clipping as clipping  # registers what torch lacks for sparse gradients
 from . import library as library  # registers the operators that compiled and exported graphs hold
+from .interaction import dot_interaction
 from .lookups import embedding, embedding_bag, last_path, look_up_bags, look_up_rows, look_up_tables
 from .routes import Routes
 
-__all__ = ["embedding", "embedding_bag", "last_path"]
+__all__ = ["dot_interaction", "embedding", "embedding_bag", "last_path"]
 
 
 def _leave_to_eager() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .embedding import Embedding, EmbeddingBag
+from .interaction import DotInteraction
 from .table_batched import TableBatchedEmbeddingBags
 
-__all__ = ["Embedding", "EmbeddingBag", "TableBatchedEmbeddingBags"]
+__all__ = ["DotInteraction", "Embedding", "EmbeddingBag", "TableBatchedEmbeddingBags"]

@@ -1,0 +1,137 @@
+"""The dot interaction: dot products of pairs of vectors, sample by sample. What it is, in plain torch, and compiled.
+
+Letters in shapes: B samples, V vectors of a sample, D columns of a vector, P pairs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from sparselift.errors import KernelError
+
+from .cpu import CpuBackend
+
+ORDERS = ("lower", "upper")
+
+
+@dataclass(frozen=True, slots=True)
+class InteractionSpec:
+    """Which products, and in which order.
+
+    Attributes
+    ----------
+    num_vectors  V, at least 1
+    dim          D, at least 1
+    order        the pairs (i, j) row by row: "lower", below the diagonal of the (V, V) products, j < i; "upper", above it, j > i
+    diagonal     whether a vector's product with itself is among them
+    passed       a vector that is the first D columns of the output, before the P products; None: there is none
+
+    Raises ValueError for anything else.
+    """
+
+    num_vectors: int
+    dim: int
+    order: str = "lower"
+    diagonal: bool = False
+    passed: int | None = 0
+
+    def __post_init__(self) -> None:
+        if self.num_vectors < 1 or self.dim < 1:
+            raise ValueError(f"an interaction needs vectors with columns; got {self.num_vectors} of {self.dim}")
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}; got {self.order!r}")
+        if self.passed is not None and not 0 <= self.passed < self.num_vectors:
+            raise ValueError(f"passed must be None or one of the {self.num_vectors} vectors; got {self.passed}")
+
+    @property
+    def num_pairs(self) -> int:
+        """P."""
+        return self.num_vectors * (self.num_vectors - 1) // 2 + self.diagonal * self.num_vectors
+
+    @property
+    def width(self) -> int:
+        """Columns of the output: P, and D where a vector is passed on."""
+        return self.num_pairs + (0 if self.passed is None else self.dim)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(i, first j, number of j) of every row that has pairs."""
+        for row in range(self.num_vectors):
+            first = 0 if self.order == "lower" else row + (not self.diagonal)
+            last = row + self.diagonal if self.order == "lower" else self.num_vectors
+            if first < last:
+                yield row, first, last - first
+
+    def pairs(self) -> Tensor:
+        """(2, P) int64: i and j of every pair."""
+        count, shift = self.num_vectors, 0 if self.diagonal else 1
+        if self.order == "lower":
+            return torch.tril_indices(count, count, -shift, device="cpu")
+        return torch.triu_indices(count, count, shift, device="cpu")
+
+
+class InteractionKernel(ABC):
+    """An interaction ready to run. Any thread may call it; it keeps nothing of its arguments."""
+
+    spec: InteractionSpec
+
+    @abstractmethod
+    def forward(self, vectors: Sequence[Tensor], out: Tensor) -> None:
+        """Fill `out` (B, width) from float32 matrices that hold one or more vectors side by side, (B, n * D), V in all.
+
+        Rows may lie apart; the last stride must be 1. Raises TypeError and ValueError for tensors that are not as said.
+        """
+
+    @abstractmethod
+    def backward(self, vectors: Sequence[Tensor], grad: Tensor, vector_grads: Sequence[Tensor | None]) -> None:
+        """Fill gradients of the shapes of `vectors` from that of the output, `grad` (B, width). None: not wanted. Raises as `forward`."""
+
+
+def interact(vectors: Tensor, spec: InteractionSpec) -> Tensor:
+    """The definition, differentiable: (B, width) of (B, V, D), of any dtype."""
+    rows, columns = spec.pairs().to(vectors.device)
+    products = torch.bmm(vectors, vectors.transpose(1, 2))[:, rows, columns]
+    return products if spec.passed is None else torch.cat([vectors[:, spec.passed], products], dim=1)
+
+
+def stacked(vectors: Sequence[Tensor], spec: InteractionSpec) -> Tensor:
+    """(B, V, D) of matrices that hold vectors side by side."""
+    joined = torch.cat(tuple(vectors), dim=1)
+    return joined.view(len(joined), spec.num_vectors, spec.dim)
+
+
+class ReferenceInteraction(InteractionKernel):
+    """In plain torch."""
+
+    def __init__(self, spec: InteractionSpec) -> None:
+        self.spec = spec
+
+    def forward(self, vectors: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(interact(stacked(vectors, self.spec), self.spec))
+
+    def backward(self, vectors: Sequence[Tensor], grad: Tensor, vector_grads: Sequence[Tensor | None]) -> None:
+        given = [vector.detach().requires_grad_() for vector in vectors]
+        with torch.enable_grad():
+            found = torch.autograd.grad(interact(stacked(given, self.spec), self.spec), given, grad)
+        for into, each in zip(vector_grads, found):
+            if into is not None:
+                into.copy_(each)
+
+
+def compile_interaction(spec: InteractionSpec, backend: str = "cpu") -> InteractionKernel:
+    """The kernel of a backend, by the names of `kernels.get_backend`. Raises as that does."""
+    if backend == "reference":
+        return ReferenceInteraction(spec)
+    isa = CpuBackend(backend.partition("-")[2] or None).isa
+    try:
+        extension = import_module("sparselift.kernels._interaction")
+    except ImportError as error:
+        raise KernelError(f"the compiled extension sparselift.kernels._interaction is missing ({error}); "
+                          "build it with: pip install -e . --no-build-isolation") from error
+    InteractionKernel.register(extension.Interaction)
+    return extension.Interaction(spec, isa)
