@@ -165,6 +165,8 @@ class Applied:
             group = prelude.group
             target = f", written straight into {group.concat.name}" if group.concat else ""
             lines.append(f"prelude: {len(group.features)} lookups over {len(group.tables)} tables in one call{target}: {group.calls} times")
+            if group.crossing is not None:
+                lines.append(str(group.crossing))
         outside = [f.name for g in self.schedule.groups if not g.prelude for f in map(self.structure.feature, g.features)]
         if outside:
             lines.append(f"outside the prelude, each a fused lookup where its module stands: {', '.join(outside)}")

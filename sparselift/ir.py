@@ -112,6 +112,19 @@ class Concat:
 
 
 @dataclass(frozen=True, slots=True)
+class Interaction:
+    """Dot products of all pairs of the parts of a concat, which are (B, D) vectors, written behind one of the parts:
+    `torch.cat([part, torch.bmm(v, v.transpose(1, 2))[:, i, j]], dim=1)` of `v = concat.view(B, -1, D)`.
+    """
+
+    name: str
+    concat: str
+    passed: int                    # place in the concat of the part that they are written behind; it is no lookup
+    order: str                     # "lower" or "upper" triangle of the products, row by row
+    diagonal: bool                 # whether products of a vector with itself are among them
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """What a plan is made for. Two models with equal structures can run each other's plans."""
 
@@ -121,6 +134,7 @@ class Structure:
     optimizers: tuple[str, ...]    # class names, in the workload's order
     uses: tuple[str, ...] | None   # what the loop does (Workload.uses, sorted)
     world_size: int = 1
+    interactions: tuple[Interaction, ...] = ()
 
     def table(self, name: str) -> Table:
         """Raises KeyError with the known names."""
@@ -149,6 +163,7 @@ class Structure:
             optimizers=tuple(document["optimizers"]),
             uses=None if document["uses"] is None else tuple(document["uses"]),
             world_size=document["world_size"],
+            interactions=tuple(Interaction(**each) for each in document["interactions"]),
         )
 
 
@@ -175,7 +190,8 @@ class Node:
     """One operation of the training step."""
 
     name: str
-    op: str                        # "lookup", "concat", "dense", "dense_backward", "expand", "coalesce", "update", "dense_update"
+    op: str                        # "lookup", "concat", "interaction", "dense", "dense_backward", "interaction_backward", "expand",
+                                   # "coalesce", "update", "dense_update"
     phase: str                     # "forward", "backward", "update"
     inputs: tuple[str, ...] = ()   # names of nodes
     tables: tuple[str, ...] = ()
@@ -259,7 +275,8 @@ def _plain(value: Any) -> Any:
 
 _MAX_TABLE_LINES = 40              # up to so many tables get a line each
 _MAX_REFUSAL_LINES = 12
-_OPS = {"lookup": "lookups", "concat": "concatenations", "dense": "dense part", "dense_backward": "dense part", "expand": "table gradients",
+_OPS = {"lookup": "lookups", "concat": "concatenations", "interaction": "interaction", "interaction_backward": "interaction",
+        "dense": "dense part", "dense_backward": "dense part", "expand": "table gradients",
         "coalesce": "duplicates summed", "update": "table updates", "dense_update": "dense updates"}
 
 
@@ -275,6 +292,8 @@ def _header(graph: Graph) -> list[str]:
         others = [part for part in concat.parts if isinstance(part, int)]
         beside = f" beside {_count(len(others), 'other part')} ({sum(others)} columns)" if others else ""
         lines.append(f"{concat.name} joins {_count(len(concat.features), 'lookup')}{beside}")
+    for each in structure.interactions:
+        lines.append(f"{each.name} multiplies the parts of {each.concat} pair by pair")
     return lines
 
 

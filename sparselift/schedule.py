@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparselift.ir import Structure, Table
 from sparselift.rewrites.base import SizeClass, Value
@@ -30,13 +30,14 @@ class GroupSchedule:
     """Lookups that run in one fused call.
 
     A group with `concat` writes straight into the buffer of that `ir.Concat`, and then holds its features in the concat's
-    order. `prelude` says that the call is made before the root forward, from its arguments; otherwise the group has one feature,
-    which runs where its module stands.
+    order. With `interaction`, an `ir.Interaction` of that concat, a kernel multiplies its parts. `prelude` says that the call is made
+    before the root forward, from its arguments; otherwise the group has one feature, which runs where its module stands.
     """
 
     features: tuple[str, ...]
     prelude: bool
     concat: str | None = None
+    interaction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,15 @@ class Schedule:
     path: str                      # "native" or "planned"
     groups: tuple[GroupSchedule, ...] = ()
     tables: dict[str, TableSchedule] | None = None
+
+    @property
+    def changes_dense(self) -> bool:
+        """Whether something behind the lookups is rounded in another order than torch's."""
+        return self.without_dense() != self
+
+    def without_dense(self) -> Schedule:
+        """The same lookups and updates, with everything behind the lookups as torch runs it."""
+        return replace(self, groups=tuple(replace(group, interaction=None) for group in self.groups))
 
 
 def build_schedule(structure: Structure, config: Config) -> Schedule:
@@ -63,7 +73,8 @@ def build_schedule(structure: Structure, config: Config) -> Schedule:
             tables[name] = _table_schedule(structure.table(name), each.knobs)
     classes = [SizeClass(each.name, each.tables) for each in config.classes]
     groups = lookup_groups(structure, classes, str(config.policy["group_by"]), bool(config.policy["concat"]))
-    return Schedule("planned", tuple(GroupSchedule(*group) for group in groups), tables)
+    products = {each.concat: each.name for each in structure.interactions} if config.policy["interaction"] else {}
+    return Schedule("planned", tuple(GroupSchedule(*group, products.get(str(group.concat))) for group in groups), tables)
 
 
 def _table_schedule(table: Table, knobs: Mapping[str, Value]) -> TableSchedule:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from sparselift.errors import KernelError
-from sparselift.kernels.interaction import InteractionSpec, compile_interaction, interact, stacked
+from sparselift.kernels.interaction import InteractionSpec, apart, compile_interaction, interact, interact_backward, stacked
 from sparselift.memory import OutputRing
 from sparselift.ops import nobody_watches
 
@@ -124,11 +124,7 @@ class _Interact(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         vectors, interactor, wanted = ctx.saved_tensors, ctx.interactor, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():                 # to be differentiated again
-            return None, *_in_torch(interactor.spec, vectors, grad, wanted)
+            found = interact_backward(stacked(vectors, interactor.spec), grad, interactor.spec)
+            return None, *apart(found, vectors)
         return None, *interactor.differentiate(vectors, grad, wanted)
 
-
-def _in_torch(spec: InteractionSpec, vectors: Sequence[Tensor], grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    out = interact(stacked(vectors, spec), spec)
-    found = iter(torch.autograd.grad(out, [vector for vector, want in zip(vectors, wanted) if want], grad, create_graph=True))
-    return [next(found) if want else None for want in wanted]

@@ -99,10 +99,27 @@ def interact(vectors: Tensor, spec: InteractionSpec) -> Tensor:
     return products if spec.passed is None else torch.cat([vectors[:, spec.passed], products], dim=1)
 
 
+def interact_backward(vectors: Tensor, grad: Tensor, spec: InteractionSpec) -> Tensor:
+    """The gradient (B, V, D) of `interact` from that of its output (B, width), itself differentiable."""
+    rows, columns = spec.pairs().to(vectors.device)
+    start = 0 if spec.passed is None else spec.dim
+    square = grad.new_zeros(len(vectors), spec.num_vectors, spec.num_vectors).index_put(
+        (torch.arange(len(vectors), device=grad.device)[:, None], rows, columns), grad[:, start:])
+    found = torch.bmm(square + square.transpose(1, 2), vectors)
+    if spec.passed is None:
+        return found
+    return torch.stack([each + grad[:, :start] if place == spec.passed else each for place, each in enumerate(found.unbind(1))], dim=1)
+
+
 def stacked(vectors: Sequence[Tensor], spec: InteractionSpec) -> Tensor:
     """(B, V, D) of matrices that hold vectors side by side."""
     joined = torch.cat(tuple(vectors), dim=1)
     return joined.view(len(joined), spec.num_vectors, spec.dim)
+
+
+def apart(found: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """(B, V, D) as matrices of the shapes of `vectors`: the inverse of `stacked`."""
+    return found.flatten(1).split([vector.shape[1] for vector in vectors], 1)
 
 
 class ReferenceInteraction(InteractionKernel):
@@ -115,10 +132,8 @@ class ReferenceInteraction(InteractionKernel):
         out.copy_(interact(stacked(vectors, self.spec), self.spec))
 
     def backward(self, vectors: Sequence[Tensor], grad: Tensor, vector_grads: Sequence[Tensor | None]) -> None:
-        given = [vector.detach().requires_grad_() for vector in vectors]
-        with torch.enable_grad():
-            found = torch.autograd.grad(interact(stacked(given, self.spec), self.spec), given, grad)
-        for into, each in zip(vector_grads, found):
+        found = interact_backward(stacked(vectors, self.spec), grad, self.spec)
+        for into, each in zip(vector_grads, apart(found, vectors)):
             if into is not None:
                 into.copy_(each)
 

@@ -5,7 +5,9 @@ or parameters. Memory traffic in bytes:
 
 lookup        K * (i + m*D*w) + B*D*4; m = U/K where the U rows fit into cache, else 1
 concat        2 * B * sum(D) * 4
-dense         opaque: FLOPs, operator calls and measured seconds
+interaction   products of V vectors (B, D), B * 4 * (2*V*D + V*V) read or written by bmm, 2*P by the index, 2*(D + P) by the concat
+dense         opaque: FLOPs, operator calls and measured seconds, without those of interactions
+interaction_backward   B * 4 * (D + P + 2*P + V*V by the index, 2*(V*V + 2*V*D) by bmm, 3*V*D by their sum)
 expand        K*D*4 read; K*(D*4 + 8) written, or R*D*4 where the gradient is dense
 coalesce      sort 2*P*K*(8 + 4); K*D*4 read, U*(D*4 + 8) written
 update        2*n*(D*w + s) + n*D*4 for the gradient; n = U, K for SGD, which does not coalesce, R for a dense gradient
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor
 
 from sparselift.hardware import hardware
-from sparselift.ir import Concat, Feature, Node, Resources, Structure, Table
-from sparselift.lift.timing import DenseCost, StepCost
+from sparselift.ir import Concat, Feature, Interaction, Node, Resources, Structure, Table
+from sparselift.kernels.interaction import InteractionSpec
+from sparselift.lift.timing import DenseCost, StepCost, measure_interaction
 from sparselift.stats import Sketch
 
 _ID_BYTES = {"int64": 8, "int32": 4}
@@ -74,30 +77,72 @@ def build_nodes(structure: Structure, sketches: Mapping[str, Sketch], cost: Step
     forward = [_lookup(structure, feature, sketches[feature.name], _share(cost.lookup_s, feature.module, calls), cache_bytes)
                for feature in structure.features]
     concats = [_concat(structure, concat, sketches) for concat in structure.concats]
-    backward = [_opaque("dense_backward", "backward", ("dense",), cost.backward)]
+    products = [_interaction(structure, each, sketches) for each in structure.interactions]
+    backward = [_opaque("dense_backward", "backward", ("dense",), cost.backward, [node for _, node in products]),
+                *(node for _, node in products)]
     updates: list[Node] = []
     for table in structure.tables:
         if tables[table.name].requires_grad:
             features = structure.features_of(table.name)
             sizes = _sizes(table, features, sketches)
             seconds = sum(cost.lookup_backward_s.get(module, 0.0) for module in {feature.module for feature in features})
-            backward += _gradient(table, tuple(feature.name for feature in features), sizes, seconds)
+            arriving = _arrives_from(structure, {feature.name for feature in features})
+            backward += _gradient(table, tuple(feature.name for feature in features), sizes, seconds, arriving)
             if table.optimizer is not None:
                 updates.append(_update(table, sizes, backward[-1].name))
     table_weights = set(tables.values())
     dense_updates = [_dense_update(index, optimizer, table_weights) for index, optimizer in enumerate(optimizers)]
-    joined = {name for concat in concats for name in concat.inputs}
-    inputs = (*(node.name for node in forward if node.name not in joined), *(concat.name for concat in concats))
-    dense = _opaque("dense", "forward", inputs, cost.forward)
-    return (*forward, *concats, dense, *backward, *updates, *(node for node in dense_updates if node is not None))
+    joined = {name for node in concats for name in node.inputs}
+    multiplied = {each.concat for each in structure.interactions}
+    inputs = (*(node.name for node in forward if node.name not in joined), *(node.name for node in concats if node.name not in multiplied),
+              *(node.name for node, _ in products))
+    dense = _opaque("dense", "forward", inputs, cost.forward, [node for node, _ in products])
+    return (*forward, *concats, *(node for node, _ in products), dense, *backward, *updates,
+            *(node for node in dense_updates if node is not None))
+
+
+def _arrives_from(structure: Structure, features: set[str]) -> tuple[str, ...]:
+    """Where the gradients of lookups come from: the interactions of their concats, and the dense part for those that are in none."""
+    concats = {each.concat: f"{each.name}_backward" for each in structure.interactions}
+    through = {name: concats[concat.name] for concat in structure.concats if concat.name in concats for name in concat.features}
+    return tuple(dict.fromkeys(through.get(name, "dense_backward") for name in sorted(features)))
+
+
+def interaction_spec(structure: Structure, interaction: Interaction) -> InteractionSpec:
+    """What an interaction computes."""
+    concat = next(each for each in structure.concats if each.name == interaction.concat)
+    dim = structure.table(structure.feature(concat.features[0]).table).dim
+    return InteractionSpec(len(concat.parts), dim, interaction.order, interaction.diagonal, interaction.passed)
+
+
+def _interaction(structure: Structure, interaction: Interaction, sketches: Mapping[str, Sketch]) -> tuple[Node, Node]:
+    """Its forward and backward, as torch runs them."""
+    spec = interaction_spec(structure, interaction)
+    concat = next(each for each in structure.concats if each.name == interaction.concat)
+    batch = round(sketches[concat.features[0]].bags_per_batch)
+    forward, backward = measure_interaction(batch, spec)
+    vectors, square, pairs, out = (4 * batch * each for each in (
+        spec.num_vectors * spec.dim, spec.num_vectors ** 2, spec.num_pairs, spec.width))
+    tables = tuple(dict.fromkeys(structure.feature(name).table for name in concat.features))
+    return (
+        Node(interaction.name, "interaction", "forward", (concat.name,), tables, concat.features, Resources(
+            flops=forward.flops, read_bytes=2 * vectors + pairs + out, write_bytes=square + pairs + out, live_bytes=vectors + square + out,
+            launches=forward.calls, time_s=forward.seconds)),
+        Node(f"{interaction.name}_backward", "interaction_backward", "backward", ("dense_backward",), tables, concat.features, Resources(
+            flops=backward.flops, read_bytes=out + pairs + 2 * square + 4 * vectors, write_bytes=square + pairs + 3 * vectors,
+            live_bytes=out + square + 3 * vectors, launches=backward.calls, time_s=backward.seconds)))
 
 
 def _share(seconds: Mapping[str, float], module: str, calls: Mapping[str, int]) -> float | None:
     return seconds[module] / calls[module] if module in seconds else None
 
 
-def _opaque(name: str, phase: str, inputs: tuple[str, ...], cost: DenseCost) -> Node:
-    return Node(name, name, phase, inputs, resources=Resources(flops=cost.flops, launches=cost.calls, time_s=cost.seconds))
+def _opaque(name: str, phase: str, inputs: tuple[str, ...], cost: DenseCost, apart: Sequence[Node] = ()) -> Node:
+    """The dense part without the nodes that stand apart from it."""
+    flops, calls, seconds = cost.flops, cost.calls, cost.seconds
+    for each in (node.resources for node in apart):
+        flops, calls, seconds = flops - each.flops, calls - each.launches, seconds - (each.time_s or 0.0)
+    return Node(name, name, phase, inputs, resources=Resources(flops=max(flops, 0), launches=max(calls, 0), time_s=max(seconds, 0.0)))
 
 
 def _lookup(structure: Structure, feature: Feature, sketch: Sketch, seconds: float | None, cache_bytes: int) -> Node:
@@ -122,10 +167,10 @@ def _concat(structure: Structure, concat: Concat, sketches: Mapping[str, Sketch]
                 Resources(read_bytes=nbytes, write_bytes=nbytes, live_bytes=2 * nbytes))
 
 
-def _gradient(table: Table, features: tuple[str, ...], sizes: _Sizes, seconds: float) -> list[Node]:
-    """From gradients of pooled rows to the gradient of a table, as the optimizer wants it."""
+def _gradient(table: Table, features: tuple[str, ...], sizes: _Sizes, seconds: float, arriving: tuple[str, ...]) -> list[Node]:
+    """From gradients of pooled rows to the gradient of a table, as the optimizer wants it. `arriving`: the nodes that give them."""
     written = sizes.ids * (table.dim * 4 + _COO_ID_BYTES) if table.sparse else table.rows * table.dim * 4
-    nodes = [Node(f"expand:{table.name}", "expand", "backward", ("dense_backward",), (table.name,), features, Resources(
+    nodes = [Node(f"expand:{table.name}", "expand", "backward", arriving, (table.name,), features, Resources(
         read_bytes=round(sizes.ids * table.dim * 4), write_bytes=round(written),
         live_bytes=round(written + sizes.outputs * table.dim * 4), launches=len(features), time_s=seconds))]
     if table.sparse and table.optimizer is not None and _traits(table).coalesces:

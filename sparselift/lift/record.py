@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from sparselift.errors import WorkloadError
 from sparselift.lift.modules import EmbeddingModule
 from sparselift.lift.paths import Inputs
+from sparselift.lift.products import Found, Products
 from sparselift.preserve import values_read
 from sparselift.workload import Workload
 
@@ -44,6 +45,7 @@ class Scope:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     lookups: dict[Key, Lookup] = field(default_factory=dict)
     concats: list[Parts] = field(default_factory=list)  # torch.cat(dim=1) calls that alone read the lookups in them
+    interactions: list[tuple[Parts, Found]] = field(default_factory=list)  # of those concats, which alone read them
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ class _Run:
         self.outputs: dict[int, tuple[Key, Tensor]] = {}         # by id(); kept alive, so that an id stays its tensor's
         self.readers: Counter[int] = Counter()                   # torch functions that got an output, by its id()
         self.cats: list[tuple[Scope, Parts, list[int]]] = []     # and the id() of the outputs in it
+        self.products = Products()
         self.weights = {id(module.weight) for module in modules.values()}
         self.others = {id(weight) for weight in model.parameters()} - self.weights
 
@@ -135,23 +138,28 @@ class _Run:
         self.scope.lookups[key] = Lookup(given["input"], given.get("offsets"), given.get("per_sample_weights"))
         self.outputs[id(output)] = key, output
 
-    def saw_cat(self, tensors: Any) -> None:
+    def saw_cat(self, tensors: Any, result: Tensor) -> None:
         """A torch.cat(dim=1): a concat if it has lookups and everything in it is (B, n)."""
+        self.products.join(tensors)
         parts: list[Key | int] = []
         for tensor in tensors:
             if tensor.dim() != 2 or tensor.dtype != torch.float32:
                 return
             parts.append(self.outputs[id(tensor)][0] if id(tensor) in self.outputs else tensor.shape[1])
         if outputs := [id(tensor) for tensor in tensors if id(tensor) in self.outputs]:
+            self.products.start(len(self.cats), tensors, result)
             self.cats.append((self.scope, tuple(parts), outputs))
 
     def close(self, loss: Tensor) -> None:
         """Keep the concats whose lookups have no other reader, by torch functions and by the autograd graph."""
         edges = _edges(loss)
-        for scope, parts, outputs in self.cats:
+        interactions = {found.cat: found for found in self.products.close()}
+        for number, (scope, parts, outputs) in enumerate(self.cats):
             nodes = [self.outputs[output][1].grad_fn for output in outputs]
             if all(self.readers[output] == 1 for output in outputs) and all(edges[node] <= 1 for node in nodes if node is not None):
                 scope.concats.append(parts)
+                if number in interactions:
+                    scope.interactions.append((parts, interactions[number]))
         if self.outside.lookups:
             self.recording.scopes.append(self.outside)
 
@@ -172,9 +180,12 @@ class _Watch(TorchFunctionMode):
                 run.recording.weight_uses.setdefault(weight, f"torch.nn.functional.{func.__name__}")
             elif id(weight) in run.others:
                 run.recording.functional.setdefault(weight, f"torch.nn.functional.{func.__name__}")
-        if func in _CATS and _dim(args, kwargs) in (1, -1):
-            run.saw_cat(args[0] if args else kwargs["tensors"])
         result = func(*args, **kwargs)
+        if func in _CATS and _dim(args, kwargs) in (1, -1):
+            run.saw_cat(args[0] if args else kwargs["tensors"], result)
+        run.products.follow(func, args, result)
+        for tensor in values_read(func, args, kwargs, result, run.products.tensors):
+            run.products.read(tensor)
         for output in values_read(func, args, kwargs, result, run.outputs):
             run.readers[id(output)] += 1
         for weight in values_read(func, args, kwargs, result, run.weights):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from sparselift.ir import Concat, Feature, InputPath, Refusal, Table
+from sparselift.ir import Concat, Feature, InputPath, Interaction, Refusal, Table
 from sparselift.lift.modules import EmbeddingModule
 from sparselift.lift.paths import holds
-from sparselift.lift.record import Key, Recording, Scope
+from sparselift.lift.record import Key, Parts, Recording, Scope
 
 
 def find_features(recording: Recording, modules: Mapping[str, EmbeddingModule], tables: Mapping[Tensor, Table],
@@ -89,6 +89,29 @@ def find_concats(recording: Recording, features: Mapping[Key, Feature], hooked: 
         lookups = [features.get(part) for part in parts if isinstance(part, tuple)]
         fit = all(each is not None and each.from_inputs and each.pooling != "none" and each.module not in hooked for each in lookups)
         if fit and all(parts in scope.concats for scope in roots):
-            name = "concat" + (f"#{len(concats)}" if concats else "")
-            concats.append(Concat(name, tuple(features[part].name if isinstance(part, tuple) else part for part in parts)))
+            concats.append(Concat(_numbered("concat", len(concats)), _named_parts(parts, features)))
     return tuple(concats)
+
+
+def find_interactions(recording: Recording, features: Mapping[Key, Feature], concats: Sequence[Concat]) -> tuple[Interaction, ...]:
+    """The interactions of these concats that every forward has, one a concat."""
+    roots = [scope for scope in recording.scopes if scope.args is not None]
+    names: dict[tuple[str | int, ...], str] = {}
+    for concat in reversed(concats):
+        names[concat.parts] = concat.name
+    found: list[Interaction] = []
+    for parts, each in roots[0].interactions if roots else ():
+        lifted = all(part in features for part in parts if isinstance(part, tuple))
+        name = names.pop(_named_parts(parts, features), None) if lifted else None
+        there = all(any(parts == other and each[1:] == seen[1:] for other, seen in scope.interactions) for scope in roots)
+        if name is not None and there and not isinstance(parts[each.passed], tuple):
+            found.append(Interaction(_numbered("interaction", len(found)), name, each.passed, each.order, each.diagonal))
+    return tuple(found)
+
+
+def _named_parts(parts: Parts, features: Mapping[Key, Feature]) -> tuple[str | int, ...]:
+    return tuple(features[part].name if isinstance(part, tuple) else part for part in parts)
+
+
+def _numbered(kind: str, number: int) -> str:
+    return f"{kind}#{number}" if number else kind

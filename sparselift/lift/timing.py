@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparselift.kernels.interaction import InteractionSpec, interact
 from sparselift.lift.modules import EmbeddingModule
 from sparselift.lift.record import check_loss
 from sparselift.workload import Workload
@@ -63,6 +65,25 @@ def measure(work: Workload, modules: Mapping[str, EmbeddingModule], batch: Any) 
     fastest = min(runs, key=lambda run: run.seconds)
     return StepCost(DenseCost(fastest.dense_forward_s, *forward), DenseCost(fastest.dense_backward_s, *backward),
                     fastest.lookup_s, fastest.lookup_backward_s)
+
+
+def measure_interaction(batch: int, spec: InteractionSpec) -> tuple[DenseCost, DenseCost]:
+    """torch's own forward and backward of an interaction of (batch, V, D) vectors."""
+    vectors = torch.ones(batch, spec.num_vectors, spec.dim, requires_grad=True)
+    grad = torch.ones(batch, spec.width)
+    with FlopCounterMode(display=False) as flops, _Calls(_Timed()) as calls:
+        out = interact(vectors, spec)
+        forward = flops.get_total_flops(), calls.count
+        torch.autograd.grad(out, vectors, grad)
+        backward = flops.get_total_flops() - forward[0], calls.count - forward[1]
+    fastest = [math.inf, math.inf]
+    for _ in range(_MAX_RUNS):
+        start = time.perf_counter()
+        out = interact(vectors, spec)
+        middle = time.perf_counter()
+        torch.autograd.grad(out, vectors, grad)
+        fastest = [min(fastest[0], middle - start), min(fastest[1], time.perf_counter() - middle)]
+    return DenseCost(fastest[0], *forward), DenseCost(fastest[1], *backward)
 
 
 def _time_step(work: Workload, modules: Mapping[str, EmbeddingModule], batch: Any) -> _Timed:

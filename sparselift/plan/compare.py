@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from sparselift.errors import PlanMismatchError
-from sparselift.ir import Concat, Feature, Structure, Table
+from sparselift.ir import Concat, Feature, Interaction, Structure, Table
 from sparselift.plan.document import Plan
 from sparselift.rewrites import same
 from sparselift.stats import Sketch
@@ -146,7 +146,7 @@ def _structure_differences(saved: Structure, current: Structure) -> Iterator[Dif
     for name in ("world_size", "optimizers"):
         if getattr(saved, name) != getattr(current, name):
             yield Difference(name, getattr(saved, name), getattr(current, name), "refuse")
-    for kind in ("tables", "features", "concats"):
+    for kind in ("tables", "features", "concats", "interactions"):
         here = {each.name: each for each in getattr(saved, kind)}
         there = {each.name: each for each in getattr(current, kind)}
         for name in dict.fromkeys([*here, *there]):
@@ -193,6 +193,8 @@ def _text(value: Any) -> str:
         return f"a lookup into {value.table}"
     if isinstance(value, Concat):
         return f"a concatenation of {len(value.parts)}"
+    if isinstance(value, Interaction):
+        return f"products of the parts of {value.concat}"
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -12,7 +12,8 @@ from typing import Any
 from sparselift import canonical
 from sparselift.errors import PlanError
 from sparselift.hardware import hardware
-from sparselift.ir import FORMS, INDEX_DTYPES, POOLINGS, TABLE_DTYPES, Feature, Graph, InputPath, Structure, Table
+from sparselift.ir import FORMS, INDEX_DTYPES, POOLINGS, TABLE_DTYPES, Feature, Graph, InputPath, Interaction, Structure, Table
+from sparselift.kernels.interaction import ORDERS
 from sparselift.lift import lift
 from sparselift.plan.evidence import Evidence, Interval
 from sparselift.plan.show import show
@@ -186,7 +187,7 @@ def _check_structure(structure: Structure) -> None:
     """What every reader of a structure relies on. Raises ValueError."""
     tables = {table.name: table for table in structure.tables}
     features = {feature.name for feature in structure.features}
-    for kind in ("tables", "features", "concats"):
+    for kind in ("tables", "features", "concats", "interactions"):
         names = [each.name for each in getattr(structure, kind)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"structure.{kind} names {twice} twice")
@@ -207,6 +208,22 @@ def _check_structure(structure: Structure) -> None:
         for width in concat.parts:
             if isinstance(width, int) and not 0 <= width <= _MAX_WIDTH:
                 raise ValueError(f"{where}: parts must hold features and widths between 0 and {_MAX_WIDTH}; got {width}")
+    for interaction in structure.interactions:
+        _check_interaction(interaction, structure)
+
+
+def _check_interaction(interaction: Interaction, structure: Structure) -> None:
+    where = f"structure.interactions: {interaction.name}"
+    concat = next((each for each in structure.concats if each.name == interaction.concat), None)
+    if concat is None:
+        raise ValueError(f"{where} multiplies the parts of {interaction.concat!r}, which is no concat")
+    widths = {part if isinstance(part, int) else structure.table(structure.feature(part).table).dim for part in concat.parts}
+    if len(widths) != 1 or widths == {0}:
+        raise ValueError(f"{where}: the parts of {concat.name} must have one and the same number of columns; got {sorted(widths)}")
+    if not 0 <= interaction.passed < len(concat.parts) or not isinstance(concat.parts[interaction.passed], int):
+        raise ValueError(f"{where}: passed must be the place of a part of {concat.name} that is no lookup; got {interaction.passed}")
+    if interaction.order not in ORDERS:
+        raise ValueError(f"{where}: order must be one of {list(ORDERS)}; got {interaction.order!r}")
 
 
 def _check_table(table: Table, optimizers: int) -> None:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparselift.runtime._hot import are_labelled, label, version_of
+from sparselift.runtime.interaction import Crossing
 
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")} | {
@@ -81,11 +82,11 @@ class ConcatBuffer:
     collection.
     """
 
-    __slots__ = ("layout", "raw", "result", "uses", "version", "watched", "whole")
+    __slots__ = ("crossing", "layout", "raw", "result", "uses", "version", "watched", "whole")
 
-    def __init__(self, whole: Tensor, raw: Tensor, layout: ConcatLayout, uses: Uses) -> None:
-        """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths)."""
-        self.whole, self.raw, self.layout, self.uses = whole, raw, layout, uses
+    def __init__(self, whole: Tensor, raw: Tensor, layout: ConcatLayout, uses: Uses, crossing: Crossing | None = None) -> None:
+        """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths). `crossing`: where it goes."""
+        self.whole, self.raw, self.layout, self.uses, self.crossing = whole, raw, layout, uses, crossing
         self.result: Tensor | None = None
         self.version = 0                    # of the result, when it was handed out
         self.watched: set[int] = set()      # slices whose gradients are
@@ -111,7 +112,7 @@ class ConcatBuffer:
             return None
         self.result = FillConcat.apply(self.raw, self.layout, self.whole, *others)
         self.version = version_of(self.result)
-        return self.result
+        return self.result if self.crossing is None else self.crossing.start(self.result, parts)
 
     def watch(self, part: PooledSlice) -> None:
         """Notice a use that is no concat, and the gradient that comes from it."""

@@ -18,7 +18,7 @@ from torch.autograd import Variable
 
 from sparselift.errors import LiftRefused
 from sparselift.grad import accumulated
-from sparselift.runtime.concat import use_as_inputs
+from sparselift.runtime import concat, interaction
 
 
 class Group(Protocol):
@@ -73,7 +73,8 @@ class _Engine(torch._C._ImperativeEngine):
     def run_backward(self, outputs: Any, grads: Any, keep_graph: bool, create_graph: bool,
                      inputs: Sequence[Any] = (), allow_unreachable: bool = False, accumulate_grad: bool = False) -> Any:
         if inputs:
-            use_as_inputs(inputs)
+            concat.use_as_inputs(inputs)
+            interaction.use_as_inputs(inputs)
         before, groups = wanted(), _with_tables_of(inputs) if inputs else []
         if before is None and not groups:
             return self._inner.run_backward(outputs, grads, keep_graph, create_graph, inputs, allow_unreachable=allow_unreachable,

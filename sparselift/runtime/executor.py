@@ -20,7 +20,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from sparselift.errors import LiftRefused
-from sparselift.ir import Concat, Feature, Structure
+from sparselift.ir import Concat, Feature, Interaction, Structure
 from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.groups import LookupGroup
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
@@ -67,11 +67,11 @@ class Runtime:
             self._slots = [forward.slots for forward in self.forwards.values()]
         return self._slots
 
-    def group(self, features: Sequence[Feature], concat: Concat | None = None) -> LookupGroup:
+    def group(self, features: Sequence[Feature], concat: Concat | None = None, interaction: Interaction | None = None) -> LookupGroup:
         """A group over these features and the tables that they read."""
         names = dict.fromkeys(feature.table for feature in features)
         return LookupGroup(features, [self.tables[name] for name in names], concat, {n: self.knobs[n] for n in names},
-                           self.owners, self.backend)
+                           self.owners, self.backend, interaction)
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root forward's pre-hook. Raises LiftRefused inside a DistributedDataParallel, which waits for gradients in backward."""
@@ -86,6 +86,9 @@ class Runtime:
         """The root forward's hook: results that no module asked for go."""
         if not is_compiling():
             clear_all(self.slots)
+            for prelude in self.preludes:
+                if prelude.group.crossing is not None:
+                    prelude.group.crossing.finish()
 
     def aside(self, feature: str, why: str, example: str = "") -> None:
         """Count a lookup that did not come from the prelude; the first of a kind is logged, and kept if it has particulars."""
@@ -104,7 +107,10 @@ class Prelude:
         self.runtime = runtime
         self._ends: _Ends | None = None
         concat = next((c for c in structure.concats if c.name == schedule.concat), None)
-        self.group = runtime.group([structure.feature(name) for name in schedule.features], concat)
+        interaction = next((each for each in structure.interactions if each.name == schedule.interaction), None)
+        self.group = runtime.group([structure.feature(name) for name in schedule.features], concat, interaction)
+        if self.group.crossing is not None:
+            self.group.crossing.report = runtime.aside
         self.owners = [runtime.owners[table.name] for table in self.group.tables]
         self.forwards = [runtime.forwards[feature.module] for feature in self.group.features]
         for forward in self.forwards:

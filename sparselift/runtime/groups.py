@@ -16,14 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from sparselift.errors import LiftRefused
 from sparselift.grad import Arrival
-from sparselift.ir import Concat, Feature, Table
+from sparselift.ir import Concat, Feature, Interaction, Table
 from sparselift.kernels import get_backend
 from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableKnobs, TableSpec
+from sparselift.kernels.interaction import InteractionSpec
 from sparselift.memory import OutputRing
 from sparselift.runtime import engine
 from sparselift.runtime._hot import TableGrad, accumulate, trainable
 from sparselift.runtime.concat import ConcatBuffer, ConcatLayout, Uses
 from sparselift.runtime.inputs import Fetch, compile_fetch
+from sparselift.runtime.interaction import Crossing
 from sparselift.schedule import TableSchedule
 
 
@@ -34,8 +36,9 @@ class LookupGroup:
     """
 
     def __init__(self, features: Sequence[Feature], tables: Sequence[Table], concat: Concat | None,
-                 knobs: dict[str, TableSchedule], owners: Mapping[str, nn.Module], backend: str) -> None:
-        """`owners`: the modules that hold the tables of the whole model."""
+                 knobs: dict[str, TableSchedule], owners: Mapping[str, nn.Module], backend: str,
+                 interaction: Interaction | None = None) -> None:
+        """`owners`: the modules that hold the tables of the whole model. `interaction`: of the concat."""
         self.features = tuple(features)
         self.tables = tuple(tables)
         self.concat = concat
@@ -51,6 +54,7 @@ class LookupGroup:
         self.is_flat = all(feature.form == "offsets" for feature in features)
         self.has_weights = any(feature.weighted for feature in features)
         self.calls = 0
+        self.crossing = None if interaction is None else Crossing(interaction.name, self._products(interaction), backend)
         self._reset()
 
     def _reset(self) -> None:
@@ -99,6 +103,9 @@ class LookupGroup:
             return tuple(self.tables[t].dim for t in self.table_of)
         dims = {feature.name: self.tables[t].dim for feature, t in zip(self.features, self.table_of)}
         return tuple(dims[part] if isinstance(part, str) else part for part in self.concat.parts)
+
+    def _products(self, interaction: Interaction) -> InteractionSpec:
+        return InteractionSpec(len(self.widths), self.widths[0], interaction.order, interaction.diagonal, interaction.passed)
 
     def _table_specs(self) -> list[TableSpec]:
         specs = []
@@ -197,7 +204,7 @@ class LookupCall:
         assert self.buffer is not None
         buffer, self.buffer = self.buffer, None        # the call outlives the forward; the output must not
         self.uses = Uses()
-        return ConcatBuffer(outputs[0], buffer, self.group.layout, self.uses).slices()
+        return ConcatBuffer(outputs[0], buffer, self.group.layout, self.uses, self.group.crossing).slices()
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""

@@ -18,6 +18,7 @@ from sparselift.kernels import get_backend
 from sparselift.plan import Plan, check_plan
 from sparselift.schedule import Schedule, build_schedule
 from sparselift.verify.exact import ROUNDS, check_exact
+from sparselift.verify.products import check_products_exact
 from sparselift.verify.real import check_real
 from sparselift.verify.twin import Rule, table_rules
 from sparselift.workload import Workload, check_workload
@@ -106,6 +107,7 @@ class Certifier:
         if schedule.path == "native":
             return Certificate(equivalence, variant, key, 0, {}, {})
         exact = check_exact(self.structure, schedule, self.sketches, self._rules, self.backend, self.seed)
+        exact |= check_products_exact(self.structure, schedule, self.backend, self.seed)
         real = check_real(self.structure, schedule, equivalence, self.work, self._batch, self.backend)
         return Certificate(equivalence, variant, key, len(ROUNDS), exact, real)
 

@@ -22,7 +22,9 @@ from sparselift.kernels.base import UpdateRule, state_shapes
 from sparselift.optim import fused_rule, state_parts, update_rule
 from sparselift.preserve import preserve
 from sparselift.schedule import Schedule
+from sparselift.verify.dense import check_gradients
 from sparselift.verify.maxima import first_maxima
+from sparselift.verify.products import check_products_real
 from sparselift.workload import Workload
 
 U = 2.0 ** -24
@@ -54,14 +56,19 @@ class _Step:
 def check_real(structure: Structure, schedule: Schedule, equivalence: str, work: Workload, batch: Any, backend: str) -> dict[str, float]:
     """Compare one real step. Returns the share of its bound that the worst value used, by kind; 0.0 means equal bits.
 
+    Lookups and updates are held to float64 in a step whose dense part is torch's, so that its recorded gradients are those of both.
+    What a plan changes in the dense part is held to float64 by itself, and its gradients of a whole step to native's.
     Raises EquivalenceError with the first value outside its bound; for a bitwise plan, with the first differing bit.
     """
     native, rows, rules = _run(structure, work, batch, None)
-    planned, _, _ = _run(structure, work, batch, Applied(structure, schedule, work.model, backend))
+    planned, _, _ = _run(structure, work, batch, Applied(structure, schedule.without_dense(), work.model, backend))
     worst = {"outputs": 0.0, "updates": 0.0}
     for feature in structure.features:
         if feature.name in native.lookups:
             worst["outputs"] = max(worst["outputs"], _check_output(feature, native, planned, rows))
+    worst |= check_products_real(structure, schedule, backend, {name: lookup.output for name, lookup in native.lookups.items()})
+    if schedule.changes_dense:
+        worst |= check_gradients(structure, schedule, work, batch, backend)
     # With equal outputs the dense part sees the same numbers, so that torch's recorded gradients are the plan's as well.
     comparable = worst["outputs"] == 0.0 and work.train_step is None
     for table in structure.tables:

@@ -125,6 +125,15 @@ def chained(d: dict[str, Any]) -> None:
     d["config"]["classes"][2]["knobs"].update(coalesce="chain")
 
 
+PRODUCTS = {"name": "products", "concat": "cat", "passed": 0, "order": "lower", "diagonal": False}
+
+
+def interacting(d: dict[str, Any], **changes: Any) -> None:
+    """An interaction of parts that fit."""
+    d["structure"]["concats"][0]["parts"][0] = 16
+    d["structure"]["interactions"].append({**PRODUCTS, **changes})
+
+
 ILLEGAL: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d.pop("batch_size"), "plan lacks the field 'batch_size'"),
     (lambda d: d.update(speed=3), "plan has the unknown field 'speed'"),
@@ -151,6 +160,11 @@ ILLEGAL: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["structure"]["concats"][0]["parts"].append("gone"), r"cat joins \['gone'\], which are no features"),
     (lambda d: d["structure"]["concats"][0]["parts"].append(2**63 - 1), "cat: parts must hold .*; got 9223372036854775807"),
     (lambda d: d["structure"]["concats"][0]["parts"].append(-1), "cat: parts must hold .*; got -1"),
+    (lambda d: d["structure"]["interactions"].append({**PRODUCTS, "concat": "gone"}), "products multiplies the parts of 'gone'"),
+    (lambda d: d["structure"]["interactions"].append(PRODUCTS), r"products: the parts of cat must have one .*; got \[8, 16\]"),
+    (lambda d: interacting(d, passed=1), "products: passed must be the place of a part of cat that is no lookup; got 1"),
+    (lambda d: interacting(d, passed=3), "products: passed must be .*; got 3"),
+    (lambda d: interacting(d, order="both"), r"products: order must be one of \['lower', 'upper'\]; got 'both'"),
     (lambda d: d["structure"]["tables"][0].update(dtype="flo032"), "bags.0.weight: dtype must be one of .*; got 'flo032'"),
     (lambda d: d["structure"]["tables"][0].update(rows=2**62), "bags.0.weight: rows and dim must make a table of at most"),
     (lambda d: d["structure"]["tables"][0]["optimizer"].update(index=1), "optimizer.index must name one of 1 optimizers; got 1"),

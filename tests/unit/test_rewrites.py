@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparselift.ir import Concat, Graph, Node
+from sparselift.ir import Concat, Graph, Interaction, Node, Resources
 from sparselift.rewrites import CATALOG, EQUIVALENCES, Rewrite, Site, SizeClass, Value, catalog_table, same, weakest
 from sparselift.rewrites.base import SCOPES
 from tests.unit.example_graphs import ADAGRAD, MOMENTUM, SGD, batch_sketch, feature, graph, small_graph, table
@@ -139,6 +139,40 @@ def test_a_concat_of_lookups_alone_goes_away() -> None:
     after = by_name("fuse_concat").transform(g, split(g), {"group_by": "all", "concat": True})
     assert "concat:cat" not in {each.name for each in after.nodes}
     assert node(after, "dense").inputs == ("lookup:a", "lookup:b")
+
+
+# fuse_interaction
+
+
+def interacting(order: str = "lower", diagonal: bool = False, from_inputs: bool = True) -> Graph:
+    """Two lookups and a dense vector, multiplied pair by pair, as torch does it."""
+    features = [feature("a", "a", from_inputs=from_inputs), feature("b", "b", from_inputs=from_inputs)]
+    g = graph([table("a", 10), table("b", 10)], features, (Concat("cat", (16, "a", "b")),))
+    products = (Node("products", "interaction", "forward", ("concat:cat",), resources=Resources(flops=9, launches=5, time_s=1.0)),
+                Node("products_backward", "interaction_backward", "backward", ("dense_backward",),
+                     resources=Resources(launches=9, time_s=1.0)))
+    return replace(g, nodes=(*g.nodes, *products),
+                   structure=replace(g.structure, interactions=(Interaction("products", "cat", 0, order, diagonal),)))
+
+
+def test_interaction_needs_one_of_lookups_before_the_forward() -> None:
+    assert legal("fuse_interaction", interacting(), interaction=True) is None
+    assert "torch.bmm" in (legal("fuse_interaction", small_graph(), interaction=True) or "")
+    assert "cat cannot be written" in (legal("fuse_interaction", interacting(from_inputs=False), interaction=True) or "")
+    rewrite = by_name("fuse_interaction")
+    assert rewrite.equivalence(interacting().structure, whole(interacting()), {"interaction": True}) == "reassociated"
+    assert rewrite.equivalence(interacting().structure, whole(interacting()), {"interaction": False}) == "bitwise"
+
+
+@pytest.mark.parametrize(("diagonal", "pairs"), [(False, 3), (True, 6)])
+def test_a_fused_interaction_moves_vectors_once_and_no_square(diagonal: bool, pairs: int) -> None:
+    g = interacting(diagonal=diagonal)
+    after = by_name("fuse_interaction").transform(g, split(g), {"group_by": "all", "concat": True, "interaction": True})
+    forward, backward = (node(after, name).resources for name in ("products", "products_backward"))
+    vectors, out = 64 * 4 * 3 * 16, 64 * 4 * (16 + pairs)
+    assert (forward.read_bytes, forward.write_bytes, forward.launches, forward.time_s) == (vectors, out, 1, None)
+    assert (backward.read_bytes, backward.write_bytes, backward.launches) == (vectors + out, vectors, 1)
+    assert forward.flops == 2 * 64 * 16 * pairs and backward.flops == 2 * 64 * 16 * 9
 
 
 # fuse_update

@@ -281,9 +281,10 @@ def test_native_has_nothing_else_to_choose() -> None:
 
 def test_default_is_what_the_page_says() -> None:
     default = SearchSpace(small_graph()).default
-    assert default.policy == {"group_by": "all", "concat": True}
-    assert default.knobs_at(BIG) == {"group_by": "all", "concat": True, "update": "fused", "coalesce": "none", "dedup": False,
-                                     "prefetch": 64, "partition": "bag", "huge_pages": "madvise"}
+    policy = {"group_by": "all", "concat": True, "interaction": False}
+    assert default.policy == policy
+    assert default.knobs_at(BIG) == {**policy, "update": "fused", "coalesce": "none", "dedup": False, "prefetch": 64, "partition": "bag",
+                                     "huge_pages": "madvise"}
     assert default.knobs_at("d16-sum-to4k-few-dup")["huge_pages"] == "off"
     with pytest.raises(KeyError, match="no size class 'x'"):
         default.knobs_at("x")
