@@ -18,7 +18,7 @@ static inline Vec load_part(const float* p, Mask mask) { return _mm256_maskload_
 static inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 static inline void store_part(float* p, Mask mask, Vec x) { _mm256_maskstore_ps(p, mask, x); }
 static inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
-static inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vec multiply_add(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline Mask mask_for(int64_t lanes) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(lanes)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }

@@ -18,7 +18,7 @@ static inline Vec load_part(const float* p, Mask mask) { return _mm512_maskz_loa
 static inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 static inline void store_part(float* p, Mask mask, Vec x) { _mm512_mask_storeu_ps(p, mask, x); }
 static inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-static inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline Mask mask_for(int64_t lanes) { return static_cast<Mask>((1u << lanes) - 1); }
 
 /// First within pairs, then within fours of rows; then each quarter of a register holds a column of four rows, and quarters are joined.

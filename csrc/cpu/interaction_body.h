@@ -3,7 +3,7 @@
 // Included by interaction_avx512.cpp, interaction_avx2.cpp and interaction_portable.cpp inside a namespace of their own, after they define
 //   Vec, Mask, kWidth            a vector of kWidth floats; which of its lanes a partial access touches
 //   kRowTile                     rows of a product whose sums fit the registers, two vectors of columns each
-//   zero splat load load_part store store_part add fma mask_for
+//   zero splat load load_part store store_part add multiply_add mask_for
 //   transpose(tile)              of kWidth vectors
 //
 // A sample is V vectors of D floats, a few KiB that the first-level cache holds. Forward, T T' of it: T is transposed by tiles, so that a
@@ -65,7 +65,7 @@ SL_INLINE void add_products(Sums<R, N>& sums, const float* left, int64_t width, 
         for (int r = 0; r < R; ++r) {
             const Vec factor = splat(left[r]);
 #pragma GCC unroll 2
-            for (int n = 0; n < N; ++n) sums.v[r][n] = fma(factor, columns[n], sums.v[r][n]);
+            for (int n = 0; n < N; ++n) sums.v[r][n] = multiply_add(factor, columns[n], sums.v[r][n]);
         }
     }
 }

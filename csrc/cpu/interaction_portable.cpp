@@ -1,5 +1,5 @@
-// The interaction kernels for any processor, in the compiler's own vectors. As in portable.cpp, a product and a sum are rounded once, by a
-// call of fmaf where the processor has no such instruction: slow, but the same bits everywhere.
+// The interaction kernels for any processor, in the compiler's own vectors. A product and a sum are rounded each: a call of fmaf, where the
+// processor has no such instruction, takes ten times as long, and nothing promises the other builds' bits.
 #include "interaction.h"
 
 namespace sparselift {
@@ -24,11 +24,7 @@ static inline void store_part(float* p, Mask lanes, Vec x) {
     for (int i = 0; i < lanes; ++i) p[i] = x[i];
 }
 static inline Vec add(Vec a, Vec b) { return a + b; }
-static inline Vec fma(Vec a, Vec b, Vec c) {
-    Vec x;
-    for (int i = 0; i < kWidth; ++i) x[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return x;
-}
+static inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
 static inline Mask mask_for(int64_t lanes) { return static_cast<Mask>(lanes); }
 static inline void transpose(Vec (&tile)[kWidth]) {
     const Vec a = tile[0], b = tile[1], c = tile[2], d = tile[3];
