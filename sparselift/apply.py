@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, OptimizerInfo, Structure, Table
+from sparselift.lift.linears import find_linears
 from sparselift.lift.modules import check_model, is_embedding, unliftable
 from sparselift.memory import HugePages, huge_pages, set_huge_pages
 from sparselift.optim import holders, optimizer_info
@@ -116,6 +117,8 @@ class Applied:
         self.set_pages()
         for name, forward in self.runtime.forwards.items():
             model.get_submodule(name).forward = forward.forward
+        if self.runtime.dense is not None:
+            self.runtime.dense.attach()
         self._model_hooks = [model.register_forward_pre_hook(self.runtime.before_forward, with_kwargs=True, prepend=True),
                              model.register_forward_hook(self.runtime.after_forward, always_call=True)]
         for optimizer in optimizers:
@@ -132,6 +135,8 @@ class Applied:
         for name, forward in self.runtime.forwards.items():
             forward.slots.clear()
             model.get_submodule(name).__dict__.pop("forward", None)
+        if self.runtime.dense is not None:
+            self.runtime.dense.detach()
         for name, owner in self.runtime.owners.items():
             weight = owner._parameters.get("weight")
             if weight is not None:
@@ -167,6 +172,8 @@ class Applied:
             lines.append(f"prelude: {len(group.features)} lookups over {len(group.tables)} tables in one call{target}: {group.calls} times")
             if group.crossing is not None:
                 lines.append(str(group.crossing))
+        if runtime.dense is not None:
+            lines.append(str(runtime.dense))
         outside = [f.name for g in self.schedule.groups if not g.prelude for f in map(self.structure.feature, g.features)]
         if outside:
             lines.append(f"outside the prelude, each a fused lookup where its module stands: {', '.join(outside)}")
@@ -204,7 +211,9 @@ def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequenc
         if table.name in parameters:
             weight, is_sparse = parameters[table.name], sparse.get(table.name, table.sparse)
             tables.append(_current_table(table, weight, is_sparse, optimizer_info(is_sparse, held.get(weight, ()))))
-    return replace(recorded, tables=tuple(tables), features=tuple(features), optimizers=tuple(type(o).__name__ for o in optimizers))
+    linears, _ = find_linears(model)
+    return replace(recorded, tables=tuple(tables), features=tuple(features), optimizers=tuple(type(o).__name__ for o in optimizers),
+                   linears=linears)
 
 
 def _current_feature(feature: Feature, modules: dict[str, nn.Module]) -> Feature | None:

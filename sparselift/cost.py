@@ -57,7 +57,8 @@ def predict(graph: Graph, config: Config, bandwidth: Bandwidth, cache_bytes: int
 
 def _seconds(graph: Graph, node: Node, bandwidth: Bandwidth, cache_bytes: int) -> float:
     resources = node.resources
-    if resources.time_s is not None and not node.rewrites:
+    # What is opaque has no traffic to go by, whatever runs it.
+    if resources.time_s is not None and (not node.rewrites or node.op in ("dense", "dense_backward")):
         return resources.time_s
     gbps = bandwidth.stream_gbps
     if node.op in ("lookup", "update") and any(graph.structure.table(name).nbytes > cache_bytes for name in node.tables):

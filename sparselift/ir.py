@@ -125,6 +125,16 @@ class Interaction:
 
 
 @dataclass(frozen=True, slots=True)
+class Linear:
+    """A torch.nn.Linear of the dense part that another matrix library could run."""
+
+    name: str                      # the module's path
+    in_features: int
+    out_features: int
+    relu: bool                     # a torch.nn.ReLU follows it in a torch.nn.Sequential
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """What a plan is made for. Two models with equal structures can run each other's plans."""
 
@@ -135,6 +145,7 @@ class Structure:
     uses: tuple[str, ...] | None   # what the loop does (Workload.uses, sorted)
     world_size: int = 1
     interactions: tuple[Interaction, ...] = ()
+    linears: tuple[Linear, ...] = ()
 
     def table(self, name: str) -> Table:
         """Raises KeyError with the known names."""
@@ -164,6 +175,7 @@ class Structure:
             uses=None if document["uses"] is None else tuple(document["uses"]),
             world_size=document["world_size"],
             interactions=tuple(Interaction(**each) for each in document["interactions"]),
+            linears=tuple(Linear(**each) for each in document["linears"]),
         )
 
 

@@ -47,6 +47,7 @@ class Schedule:
     path: str                      # "native" or "planned"
     groups: tuple[GroupSchedule, ...] = ()
     tables: dict[str, TableSchedule] | None = None
+    linear: str = "native"         # or "onednn", "onednn_forward": what runs the dense part's linear layers
 
     @property
     def changes_dense(self) -> bool:
@@ -55,7 +56,7 @@ class Schedule:
 
     def without_dense(self) -> Schedule:
         """The same lookups and updates, with everything behind the lookups as torch runs it."""
-        return replace(self, groups=tuple(replace(group, interaction=None) for group in self.groups))
+        return replace(self, groups=tuple(replace(group, interaction=None) for group in self.groups), linear="native")
 
 
 def build_schedule(structure: Structure, config: Config) -> Schedule:
@@ -74,7 +75,8 @@ def build_schedule(structure: Structure, config: Config) -> Schedule:
     classes = [SizeClass(each.name, each.tables) for each in config.classes]
     groups = lookup_groups(structure, classes, str(config.policy["group_by"]), bool(config.policy["concat"]))
     products = {each.concat: each.name for each in structure.interactions} if config.policy["interaction"] else {}
-    return Schedule("planned", tuple(GroupSchedule(*group, products.get(str(group.concat))) for group in groups), tables)
+    return Schedule("planned", tuple(GroupSchedule(*group, products.get(str(group.concat))) for group in groups), tables,
+                    str(config.policy["linear"]))
 
 
 def _table_schedule(table: Table, knobs: Mapping[str, Value]) -> TableSchedule:

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, Graph, Refusal, Structure
 from sparselift.lift.fx import confirm, trace
+from sparselift.lift.linears import find_linears
 from sparselift.lift.modules import EmbeddingModule, Survey, drop_sharers, is_embedding, survey
 from sparselift.lift.nodes import build_nodes
 from sparselift.lift.record import Key, Recording, record
@@ -58,11 +59,14 @@ def lift(work: Workload, batches: int = 8) -> Graph:
     hooked = frozenset(notes)
     features = find_features(recording, modules, found.tables, notes)
     concats, fx = confirm(traced, find_concats(recording, features, hooked), {f.name: f for f in features.values()})
+    linears, others = find_linears(work.model)
+    notes |= {path: f"stays with torch's matrix product: {reason}" for path, reason in others.items()}
     weights = {found.tables[module.weight].name: module.weight for module in modules.values()}
     structure = Structure(
         tables=tuple(table for table in found.tables.values() if table.name in weights), features=tuple(features.values()), concats=concats,
         optimizers=tuple(type(optimizer).__name__ for optimizer in work.optimizers),
-        uses=None if work.uses is None else tuple(sorted(work.uses)), interactions=find_interactions(recording, features, concats))
+        uses=None if work.uses is None else tuple(sorted(work.uses)), interactions=find_interactions(recording, features, concats),
+        linears=linears)
     sketches = sketch_lookups(recording, features, {table.name: table.rows for table in structure.tables}, batches)
     return Graph(
         workload=work.name, structure=structure, nodes=build_nodes(structure, sketches, cost, work.optimizers, weights), sketches=sketches,

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from sparselift.errors import PlanMismatchError
-from sparselift.ir import Concat, Feature, Interaction, Structure, Table
+from sparselift.ir import Concat, Feature, Interaction, Linear, Structure, Table
 from sparselift.plan.document import Plan
 from sparselift.rewrites import same
 from sparselift.stats import Sketch
@@ -151,6 +151,8 @@ def _structure_differences(saved: Structure, current: Structure) -> Iterator[Dif
         there = {each.name: each for each in getattr(current, kind)}
         for name in dict.fromkeys([*here, *there]):
             yield from _entity_differences(f"{kind}.{name}", here.get(name), there.get(name))
+    if saved.linears != current.linears:
+        yield Difference("linears", saved.linears, current.linears, "re-check")       # what is not there any more runs natively
     if saved.uses != current.uses:
         yield Difference("uses", saved.uses, current.uses, "re-check")
 
@@ -193,8 +195,10 @@ def _text(value: Any) -> str:
         return f"a lookup into {value.table}"
     if isinstance(value, Concat):
         return f"a concatenation of {len(value.parts)}"
+    if isinstance(value, Linear):
+        return f"{value.name} ({value.in_features} to {value.out_features}{', ReLU' if value.relu else ''})"
     if isinstance(value, Interaction):
         return f"products of the parts of {value.concat}"
     if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
+        return ", ".join(map(_text, value)) or "none"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -187,7 +187,7 @@ def _check_structure(structure: Structure) -> None:
     """What every reader of a structure relies on. Raises ValueError."""
     tables = {table.name: table for table in structure.tables}
     features = {feature.name for feature in structure.features}
-    for kind in ("tables", "features", "concats", "interactions"):
+    for kind in ("tables", "features", "concats", "interactions", "linears"):
         names = [each.name for each in getattr(structure, kind)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"structure.{kind} names {twice} twice")
@@ -210,6 +210,10 @@ def _check_structure(structure: Structure) -> None:
                 raise ValueError(f"{where}: parts must hold features and widths between 0 and {_MAX_WIDTH}; got {width}")
     for interaction in structure.interactions:
         _check_interaction(interaction, structure)
+    for linear in structure.linears:
+        if not all(1 <= size <= _MAX_WIDTH for size in (linear.in_features, linear.out_features)):
+            raise ValueError(f"structure.linears: {linear.name}: in_features and out_features must be between 1 and {_MAX_WIDTH}; "
+                             f"got {linear.in_features} and {linear.out_features}")
 
 
 def _check_interaction(interaction: Interaction, structure: Structure) -> None:

@@ -9,13 +9,15 @@ from sparselift.rewrites.fuse_update import FuseUpdate
 from sparselift.rewrites.group_tables import GroupTables
 from sparselift.rewrites.huge_pages import HugePages
 from sparselift.rewrites.interaction import FuseInteraction
+from sparselift.rewrites.linear import LinearLibrary
 from sparselift.rewrites.partition import Partition
 from sparselift.rewrites.prefetch import Prefetch
 
 __all__ = ["CATALOG", "EQUIVALENCES", "Knob", "Rewrite", "Site", "SizeClass", "Value", "catalog_table", "same", "weakest"]
 
 # In the order in which their transforms are applied: what changes one table's nodes first, then what joins them into calls.
-CATALOG: tuple[Rewrite, ...] = (FuseUpdate(), Dedup(), Prefetch(), Partition(), HugePages(), GroupTables(), FuseConcat(), FuseInteraction())
+CATALOG: tuple[Rewrite, ...] = (FuseUpdate(), Dedup(), Prefetch(), Partition(), HugePages(), GroupTables(), FuseConcat(), FuseInteraction(),
+                               LinearLibrary())
 
 
 def catalog_table() -> str:

@@ -23,6 +23,7 @@ from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
 from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.groups import LookupGroup
+from sparselift.runtime.linear import DenseLayers
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
 log = logging.getLogger("sparselift")
@@ -49,6 +50,7 @@ class Runtime:
         self.forwards = {name: _lifted(self, module, [f for f in structure.features if f.module == name])
                          for name, module in modules.items()}
         self.preludes = [Prelude(self, group) for group in schedule.groups if group.prelude]
+        self.dense = None if schedule.linear == "native" else DenseLayers(structure, model, schedule.linear == "onednn", self.aside)
 
     def _make_grads(self) -> None:
         self.grads = {name: TableGrad(table) for name, table in self.tables.items()}

@@ -358,8 +358,8 @@ def _late(what: str) -> RuntimeError:
                         + _REMEDY)
 
 
-def _follow_from(tensor: Tensor, place: Any) -> Tensor:
-    tensor.__class__ = Followed                                # type: ignore[assignment]
+def _follow_from(tensor: Any, place: Any) -> Tensor:
+    tensor.__class__ = Followed
     tensor._place = place
     return tensor
 

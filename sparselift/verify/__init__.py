@@ -18,6 +18,7 @@ from sparselift.kernels import get_backend
 from sparselift.plan import Plan, check_plan
 from sparselift.schedule import Schedule, build_schedule
 from sparselift.verify.exact import ROUNDS, check_exact
+from sparselift.verify.linears import check_linears_exact
 from sparselift.verify.products import check_products_exact
 from sparselift.verify.real import check_real
 from sparselift.verify.twin import Rule, table_rules
@@ -108,6 +109,7 @@ class Certifier:
             return Certificate(equivalence, variant, key, 0, {}, {})
         exact = check_exact(self.structure, schedule, self.sketches, self._rules, self.backend, self.seed)
         exact |= check_products_exact(self.structure, schedule, self.backend, self.seed)
+        exact |= check_linears_exact(self.structure, schedule, self.seed)
         real = check_real(self.structure, schedule, equivalence, self.work, self._batch, self.backend)
         return Certificate(equivalence, variant, key, len(ROUNDS), exact, real)
 
@@ -115,4 +117,4 @@ class Certifier:
 def _numbers(schedule: Schedule) -> dict[str, Any]:
     """The schedule without what cannot change a number: hints to the memory system."""
     tables = {name: asdict(replace(knobs, prefetch=0, huge_pages=False)) for name, knobs in (schedule.tables or {}).items()}
-    return {"path": schedule.path, "groups": [asdict(group) for group in schedule.groups], "tables": tables}
+    return {"path": schedule.path, "groups": [asdict(group) for group in schedule.groups], "tables": tables, "linear": schedule.linear}

@@ -23,6 +23,7 @@ from sparselift.optim import fused_rule, state_parts, update_rule
 from sparselift.preserve import preserve
 from sparselift.schedule import Schedule
 from sparselift.verify.dense import check_gradients
+from sparselift.verify.linears import check_linears_real
 from sparselift.verify.maxima import first_maxima
 from sparselift.verify.products import check_products_real
 from sparselift.workload import Workload
@@ -67,6 +68,7 @@ def check_real(structure: Structure, schedule: Schedule, equivalence: str, work:
         if feature.name in native.lookups:
             worst["outputs"] = max(worst["outputs"], _check_output(feature, native, planned, rows))
     worst |= check_products_real(structure, schedule, backend, {name: lookup.output for name, lookup in native.lookups.items()})
+    worst |= check_linears_real(structure, schedule, work, batch)
     if schedule.changes_dense:
         worst |= check_gradients(structure, schedule, work, batch, backend)
     # With equal outputs the dense part sees the same numbers, so that torch's recorded gradients are the plan's as well.

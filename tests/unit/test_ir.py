@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparselift.errors import MissingExtraError
-from sparselift.ir import Concat, Feature, Graph, InputPath, Interaction, Node, OptimizerInfo, Refusal, Resources, Structure, Table
+from sparselift.ir import Concat, Feature, Graph, InputPath, Interaction, Linear, Node, OptimizerInfo, Refusal, Resources, Structure, Table
 from sparselift.stats import sketch
 
 SGD = OptimizerInfo(0, "SGD", "sgd")
@@ -33,7 +33,8 @@ def test_structure_round_trip():
     structure = make_graph().structure
     odd = replace(structure, uses=("clip",), tables=(replace(structure.tables[0], optimizer=None), structure.tables[1]))
     multiplied = replace(structure, interactions=(Interaction("interaction", "concat", 0, "lower", True),))
-    for each in (structure, odd, multiplied):
+    layered = replace(structure, linears=(Linear("top.0", 16, 1, True),))
+    for each in (structure, odd, multiplied, layered):
         assert Structure.from_dict(json.loads(json.dumps(each.to_dict()))) == each
 
 

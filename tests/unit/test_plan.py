@@ -162,6 +162,8 @@ ILLEGAL: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["structure"]["concats"][0]["parts"].append(-1), "cat: parts must hold .*; got -1"),
     (lambda d: d["structure"]["interactions"].append({**PRODUCTS, "concat": "gone"}), "products multiplies the parts of 'gone'"),
     (lambda d: d["structure"]["interactions"].append(PRODUCTS), r"products: the parts of cat must have one .*; got \[8, 16\]"),
+    (lambda d: d["structure"]["linears"].append({"name": "top", "in_features": 0, "out_features": 1, "relu": False}),
+     "top: in_features and out_features must be between 1 and .*; got 0 and 1"),
     (lambda d: interacting(d, passed=1), "products: passed must be the place of a part of cat that is no lookup; got 1"),
     (lambda d: interacting(d, passed=3), "products: passed must be .*; got 3"),
     (lambda d: interacting(d, order="both"), r"products: order must be one of \['lower', 'upper'\]; got 'both'"),

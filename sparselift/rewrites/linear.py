@@ -1,0 +1,48 @@
+"""The fully connected layers of the dense part run in another library's matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sparselift.hardware import hardware
+from sparselift.ir import Graph, Node, Structure
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, with_nodes
+
+
+class LinearLibrary(Rewrite):
+    """torch multiplies float32 matrices by the BLAS that it was built with, and runs bias and ReLU as passes of their own.
+
+    Where that BLAS is MKL, it runs at half of oneDNN's speed on processors of other makers than its own; elsewhere a fused ReLU is what
+    there is to gain. None of it is the sparse path's: what it gains is reported by its own knob.
+    """
+
+    name = "linear_library"
+    summary = "run the dense part's linear layers, with their ReLU, in another matrix library"
+    scope = "policy"
+    equivalence_note = "reassociated"
+    knobs = (Knob("linear", ("native", "onednn_forward", "onednn"), "native",
+                  "whose matrix products nn.Linear runs; onednn_forward: oneDNN's with the ReLU, and torch's in backward"),)
+
+    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+        if knobs["linear"] == "native" or structure.linears:
+            return None
+        return "the model has no torch.nn.Linear with contiguous float32 parameters on the CPU"
+
+    def equivalence(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str:
+        return "reassociated" if self.applied(knobs) else "bitwise"
+
+    def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
+        machine = hardware()
+        return {"linear": "onednn" if machine.architecture == "x86_64" and machine.cpu.startswith("AMD") else "native"}
+
+    def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
+        return tuple(node for node in graph.nodes if node.op in ("dense", "dense_backward")) if graph.structure.linears else ()
+
+    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
+        """The same FLOPs; a ReLU is no call of its own, forward or backward."""
+        if not self.applied(knobs):
+            return graph
+        fused = sum(linear.relu for linear in graph.structure.linears)
+        matched = {node.name for node in self.match(graph, site)}
+        return with_nodes(graph, lambda node: node.changed(self.name, launches=max(node.resources.launches - fused, 0))
+                          if node.name in matched else node)
