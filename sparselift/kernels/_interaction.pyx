@@ -75,7 +75,7 @@ cdef class Interaction:
 
     cdef sl_matrix* _read_vectors(self, vectors, str what, int64_t* batch) except NULL:
         """V matrices (B, D). To be freed. `batch` -1: not known yet."""
-        cdef int64_t v, count = 0, rows, columns, dim = self.shape.dim
+        cdef int64_t v, count = 0, last, rows, columns, dim = self.shape.dim
         cdef sl_matrix whole
         cdef sl_matrix* found = <sl_matrix*>calloc(self.shape.num_vectors, sizeof(sl_matrix))
         if found == NULL:
@@ -87,9 +87,10 @@ cdef class Interaction:
                 if rows != batch[0] or columns % dim:
                     raise ValueError(f"{what}[{place}] must have {batch[0]} rows, and columns of vectors of {dim}; got shape "
                                      f"{tuple(tensor.shape)}")
-                for v in range(count, min(count + columns // dim, self.shape.num_vectors)):
-                    found[v] = sl_matrix(whole.data + (v - count) * dim, whole.row_stride)
-                count += columns // dim
+                last = count + columns // dim
+                for v in range(count, min(last, self.shape.num_vectors)):
+                    found[v].data, found[v].row_stride = whole.data + (v - count) * dim, whole.row_stride
+                count = last
             if count != self.shape.num_vectors:
                 raise ValueError(f"{what} must hold {self.shape.num_vectors} vectors; got {count}")
         except BaseException:

@@ -17,7 +17,8 @@ from sparselift.plan import default_plan
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / ".." / "shared" / "bench"
-NAMES = ("cases", "floor", "interleave", "peer_sides", "quiet", "first_light", "module_overhead", "workloads", "implementations")
+NAMES = ("cases", "dense_part", "floor", "interleave", "peer_sides", "quiet",
+         "first_light", "module_overhead", "workloads", "implementations")
 
 needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="no ../shared/bench")
 
@@ -123,6 +124,33 @@ def test_our_modules_train_the_shared_workloads_as_torchs_do(benchmarks: ModuleT
     ours = module_overhead.with_our_modules(case.side(planned=False))
     check(case.side(planned=False), ours)
     assert {bag.last_path for bag in ours.model.emb_l} == {"fused bag"}
+
+
+@needs_bench
+def test_rewrites_of_the_dense_part_are_timed_apart(benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import dense_part
+    shape = make_case("sgd", dlrm=True).shape
+    monkeypatch.setattr("workloads.load_workloads", lambda: {"small": shape})
+    path = tmp_path / "rows.csv"
+    assert dense_part.main(["--workloads", "small", "--threads", "1", "--reps", "2", "--out", str(path)]) == 0
+    rows = [(row["side"], row["baseline"]) for row in csv.DictReader(path.open())]
+    assert rows[:3] == [("modules", "torch"), ("sparse", "torch"), ("interaction", "torch")]
+    assert set(rows[1:]) == {(side, baseline) for side in dense_part.SIDES for baseline in ("torch", "sparse") if side != baseline}
+
+
+@needs_bench
+def test_plans_of_one_model_are_switched_and_each_runs_its_own(benchmarks: ModuleType) -> None:
+    import dense_part
+    variants = dense_part.Variants(make_case("sgd", dlrm=True).side(planned=True))
+    for name in (*dense_part.SIDES, *dense_part.SIDES):
+        variants.step(name)(0)
+    variants.switch("")
+    assert not [path for path, module in variants.side.model.named_modules() if "forward" in module.__dict__]
+    for name, pins in dense_part.SIDES.items():
+        runtime = variants.applied[name].runtime
+        crossing = runtime.preludes[0].group.crossing
+        assert (crossing is not None) == pins["interaction"] and (crossing is None or crossing.calls == 2)
+        assert (runtime.dense is not None) == (pins["linear"] != "native") and (runtime.dense is None or runtime.dense.calls == 2 * 6)
 
 
 @needs_bench
