@@ -6,7 +6,7 @@
 namespace sparselift {
 namespace {
 
-thread_local char error_text[256] = "";
+thread_local char error_text[1536] = "";
 
 }  // namespace
 
