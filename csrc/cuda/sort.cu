@@ -20,9 +20,7 @@ cudaError_t sort_pairs(const SortPairs<Key>& pairs, void* workspace, std::size_t
                                            pairs.count, 0, pairs.key_bits, stream);
 }
 
-template std::size_t sort_workspace_bytes<std::uint32_t>(std::int64_t);
 template std::size_t sort_workspace_bytes<std::uint64_t>(std::int64_t);
-template cudaError_t sort_pairs(const SortPairs<std::uint32_t>&, void*, std::size_t, cudaStream_t);
 template cudaError_t sort_pairs(const SortPairs<std::uint64_t>&, void*, std::size_t, cudaStream_t);
 
 }  // namespace sparselift::cuda

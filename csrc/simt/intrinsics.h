@@ -46,3 +46,4 @@ SPARSELIFT_SIMT_MIN_MAX(double)
 
 inline void __threadfence() {}
 inline void __threadfence_block() {}
+inline void __threadfence_system() {}

@@ -88,6 +88,10 @@ cudaError_t cudaFree(void* memory) {
     return cudaSuccess;
 }
 
+cudaError_t cudaHostAlloc(void** memory, std::size_t bytes, unsigned) { return cudaMalloc(memory, bytes); }
+
+cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
+
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t) {
     ++counts.copies;
     if (bytes) std::memcpy(to, from, bytes);

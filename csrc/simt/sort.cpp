@@ -11,7 +11,9 @@ namespace {
 template <typename Key>
 cudaError_t sort(const SortPairs<Key>& pairs, void* workspace, std::size_t workspace_bytes) {
     if (workspace_bytes < sort_workspace_bytes<Key>(pairs.count) || (!workspace && pairs.count)) return cudaErrorInvalidValue;
-    const Key mask = pairs.key_bits >= static_cast<int>(8 * sizeof(Key)) ? ~Key{0} : (Key{1} << pairs.key_bits) - 1;
+    constexpr int kKeyBits = 8 * sizeof(Key);
+    if (pairs.key_bits < 1 || pairs.key_bits > kKeyBits) return cudaErrorInvalidValue;
+    const Key mask = ~Key{0} >> (kKeyBits - pairs.key_bits);
     std::vector<std::int64_t> order(static_cast<std::size_t>(pairs.count));
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return (pairs.keys_in[a] & mask) < (pairs.keys_in[b] & mask); });
@@ -34,9 +36,7 @@ cudaError_t sort_pairs(const SortPairs<Key>& pairs, void* workspace, std::size_t
     return sort(pairs, workspace, workspace_bytes);
 }
 
-template std::size_t sort_workspace_bytes<std::uint32_t>(std::int64_t);
 template std::size_t sort_workspace_bytes<std::uint64_t>(std::int64_t);
-template cudaError_t sort_pairs(const SortPairs<std::uint32_t>&, void*, std::size_t, cudaStream_t);
 template cudaError_t sort_pairs(const SortPairs<std::uint64_t>&, void*, std::size_t, cudaStream_t);
 
 }  // namespace sparselift::cuda
