@@ -1,14 +1,23 @@
 """Packages and extension modules of the distribution. Everything else that describes it is in pyproject.toml.
 
 SPARSELIFT_SANITIZE=1 builds the extensions under AddressSanitizer and UndefinedBehaviorSanitizer.
+SPARSELIFT_CUDA=1 demands the CUDA kernels, SPARSELIFT_CUDA=0 leaves them out; otherwise they are built where nvcc is found.
 """
 
 import os
 import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
 
 SANITIZE = bool(int(os.environ.get("SPARSELIFT_SANITIZE", "0")))
 # Roundings are part of what the kernels promise: no contraction of a product and a sum unless the source says fma.
@@ -21,9 +30,15 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 BAG_ISAS = {f"csrc/cpu/{isa}.cpp": flags for isa, flags in ISAS.items()}
 INTERACTION_ISAS = {f"csrc/cpu/interaction_{isa}.cpp": flags for isa, flags in ISAS.items()}
 ISA_FLAGS = BAG_ISAS | INTERACTION_ISAS
-HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
 SHARED = ["csrc/api/status.cpp", "csrc/cpu/isa.cpp", "csrc/cpu/threads.cpp"]
 BAGS = [f"csrc/cpu/{name}.cpp" for name in ("forward", "pool", "prepare", "program", "update")]
+CUDA_MODULE = "sparselift.kernels._cuda"
+CUDA_ARCHITECTURES = (80, 90, 100)
+# Contraction as for the host. A kernel whose registers spill to memory is an error.
+NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-warn-spills,-Werror",
+              *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHITECTURES),
+              "-gencode=arch=compute_{0},code=compute_{0}".format(CUDA_ARCHITECTURES[-1])]
 KERNEL_SOURCES = {
     "sparselift._memory": ["csrc/cpu/huge_pages.cpp", "csrc/cpu/pool.cpp", "csrc/cpu/ring.cpp"],
     "sparselift.kernels._cpu": [*SHARED, *BAGS, *BAG_ISAS],
@@ -33,19 +48,80 @@ KERNEL_SOURCES = {
 }
 
 
+def find_nvcc() -> Path | None:
+    """nvcc of CUDA_HOME where that is set, else of PATH, else of NVIDIA's wheels in the running Python's environment."""
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        candidates = [Path(home, "bin", "nvcc")]
+    else:
+        on_path = shutil.which("nvcc")
+        candidates = [Path(on_path)] if on_path else sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def cuda_compiler() -> Path | None:
+    """The nvcc to build with, or None: no CUDA module. Exits where SPARSELIFT_CUDA demands what is missing."""
+    wanted = os.environ.get("SPARSELIFT_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        sys.exit(f"SPARSELIFT_CUDA must be 0, 1 or unset; got {wanted!r}")
+    nvcc = None if wanted == "0" else find_nvcc()
+    if wanted == "1" and nvcc is None:
+        sys.exit("SPARSELIFT_CUDA=1, but there is no nvcc in CUDA_HOME, on PATH or in the wheels nvidia-cuda-nvcc of this Python")
+    return nvcc
+
+
+NVCC = cuda_compiler()
+if NVCC and Path("sparselift/kernels/_cuda.pyx").is_file():
+    KERNEL_SOURCES[CUDA_MODULE] = ["csrc/api/status.cpp", *sorted(glob("csrc/cuda/*.cu"))]
+
+
 class BuildKernels(build_ext):
     """Compiles each source with the flags of its instruction set."""
 
+    def run(self) -> None:
+        if not NVCC:                                           # one of an earlier build would be packed, or imported, as if of this one
+            Path(self.get_ext_fullpath(CUDA_MODULE)).unlink(missing_ok=True)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         extra = SANITIZER_FLAGS if SANITIZE else ["-g0"]       # Python's own flags ask for debug symbols: most of a wheel's size
-        objects = []
-        for source in KERNEL_SOURCES[ext.name]:
-            objects += self.compiler.compile([source], output_dir=self.build_temp, include_dirs=["csrc"],
-                                             extra_postargs=FLAGS + extra + ISA_FLAGS.get(source, []))
+        sources = KERNEL_SOURCES[ext.name]
+        objects = self.compile_cuda([source for source in sources if source.endswith(".cu")])
+        for source in sources:
+            if not source.endswith(".cu"):
+                objects += self.compiler.compile([source], output_dir=self.build_temp, include_dirs=["csrc"],
+                                                 extra_postargs=FLAGS + extra + ISA_FLAGS.get(source, []))
         ext.extra_objects = objects
         ext.extra_link_args = ["-lstdc++", "-ldl", "-lpthread", *extra]
+        if ext.name == CUDA_MODULE:
+            ext.extra_link_args += [static_runtime(), "-lrt", "-Wl,--exclude-libs,ALL"]
         ext.extra_compile_args = ["-O2", "-Wno-unused-function", *extra]
         super().build_extension(ext)
+
+    def compile_cuda(self, sources: list[str]) -> list[str]:
+        """Objects for every architecture, as many at a time as there are cores."""
+        def compile_one(source: str) -> str:
+            made = Path(self.build_temp, source).with_suffix(".o")
+            made.parent.mkdir(parents=True, exist_ok=True)
+            command = [str(NVCC), *NVCC_FLAGS, "-Icsrc", "-c", source, "-o", str(made)]
+            print(" ".join(command), flush=True)
+            if subprocess.run(command).returncode != 0:
+                raise CompileError(f"nvcc failed on {source}")
+            return str(made)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(compile_one, sources))
+
+
+def static_runtime() -> str:
+    """CUDA's runtime as an archive: the module then imports where there is no CUDA, and says what is missing when it is used."""
+    shown = subprocess.run([str(NVCC), "-dryrun", "-c", "any.cu"], capture_output=True, text=True).stderr
+    libraries = next((line for line in shown.splitlines() if line.startswith("#$ LIBRARIES=")), "")
+    folders = re.findall(r'"-L([^"]+)"', libraries)
+    found = [path for path in (Path(folder, "libcudart_static.a") for folder in folders) if path.is_file()]
+    if not found:
+        raise LinkError(f"{NVCC} has no libcudart_static.a (in {', '.join(folders) or 'no folder that it names'})")
+    return str(found[0])
 
 
 def extension(name: str) -> Extension:
