@@ -18,12 +18,14 @@ void check_alignment(const T* address, Site site) {
 template <typename T>
 T load_global(const T* address, Site site) {
     check_alignment(address, site);
+    if (counts_traffic) note_traffic(false, address, sizeof(T), site);
     return *address;
 }
 
 template <typename T>
 void store_global(T* address, T value, Site site) {
     check_alignment(address, site);
+    if (counts_traffic) note_traffic(true, address, sizeof(T), site);
     *address = value;
 }
 

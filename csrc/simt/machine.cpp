@@ -33,6 +33,7 @@ class Machine {
     std::uint64_t meet_warp(const Meeting& meeting);
     void schedule_point();
     SharedMemory& shared() { return shared_; }
+    Traffic& traffic() { return traffic_; }
 
   private:
     static void thread_main();
@@ -45,6 +46,7 @@ class Machine {
     Stacks stacks_;
     Scheduler scheduler_;
     SharedMemory shared_;
+    Traffic traffic_;
     std::unique_ptr<Thread[]> threads_;
     Fiber host_;
     void (*body_)(const void*) = nullptr;
@@ -89,6 +91,7 @@ cudaError_t Machine::run(dim3 grid, dim3 block, std::size_t shared_bytes, void (
 void Machine::run_block(std::size_t shared_bytes) {
     ++counts.blocks;
     shared_.start_block(shared_bytes);
+    if (counts_traffic) traffic_.start_block();
     scheduler_.clear();
     num_exited_ = num_at_barrier_ = 0;
     for (int i = 0; i < num_threads_; ++i) {
@@ -102,6 +105,7 @@ void Machine::run_block(std::size_t shared_bytes) {
     current_thread = &threads_[scheduler_.pick()];
     switch_fiber(host_, current_thread->fiber);              // back when the last thread has exited, or at a fault
     current_thread = nullptr;
+    if (counts_traffic) traffic_.finish_block(counts.loads, counts.stores);
 }
 
 void Machine::thread_main() {
@@ -217,6 +221,10 @@ void fault(cudaError_t code, Site site, const char* format, ...) {
 Vote meet_block(const char* name, bool predicate, Site site) { return machine.meet_block(name, predicate, site); }
 std::uint64_t meet_warp(const Meeting& meeting) { return machine.meet_warp(meeting); }
 void schedule_point() { machine.schedule_point(); }
+
+void note_traffic(bool is_store, const void* address, std::size_t bytes, Site site) {
+    machine.traffic().note(current_thread->number, is_store, address, bytes, site);
+}
 
 std::size_t static_shared(const void* key, std::size_t bytes, std::size_t alignment, const char* name, Site site) {
     const std::ptrdiff_t offset = machine.shared().static_array(key, bytes, alignment);

@@ -8,6 +8,7 @@
 #include "runtime_api.h"
 #include "schedule.h"
 #include "shared_memory.h"
+#include "traffic.h"
 #include "vector_types.h"
 
 namespace sparselift::simt {
@@ -74,11 +75,16 @@ std::uint64_t meet_warp(const Meeting& meeting);
 /// Where a random schedule may let another thread go first.
 void schedule_point();
 
-/// What a launch or a host call of this OS thread did since reset_counts().
+/// What launches and host calls of this OS thread did since `counts` was last set to zero.
 struct Counts {
     std::int64_t launches = 0, blocks = 0, switches = 0, copies = 0, synchronizations = 0;
+    Efficiency loads, stores;          // while counts_traffic: it takes time
 };
 inline thread_local Counts counts;
+inline thread_local bool counts_traffic = false;
+
+/// Notes an access of global memory.
+void note_traffic(bool is_store, const void* address, std::size_t bytes, Site site);
 
 /// `bytes` of static shared memory, one array a `key` and block: its offset.
 std::size_t static_shared(const void* key, std::size_t bytes, std::size_t alignment, const char* name, Site site);

@@ -142,6 +142,33 @@ Outcome vectors() {
     return run_and_compare<copy_vectors_kernel, float>(1, 32, 0, 128, [](int i) { return i % 4 ? i : 2 * i + 3; }, values);
 }
 
+/// Each lane loads a float and stores it `stride` floats from its neighbour's.
+__global__ void strided_kernel(float* out, const float* values, int stride) {
+    for (int turn = 0; turn <= static_cast<int>(threadIdx.x % 2); ++turn)        // odd lanes come again, and load from one place
+        stream_vector(out + stride * static_cast<int>(threadIdx.x), load_vector<float>(turn ? values : values + threadIdx.x));
+}
+
+/// 64 lanes load 4 bytes each from aligned 256, then 32 of them one value a warp. Stores are 64 and 32, by stride.
+Outcome sectors() {
+    struct Expected {
+        int stride;
+        std::int64_t stored_sectors;
+    };
+    alignas(32) float values[64] = {};
+    alignas(32) static float out[64 * 16];
+    bool right = true;
+    for (const Expected expected : {Expected{1, 8 + 8}, Expected{2, 16 + 16}, Expected{8, 64 + 32}, Expected{16, 64 + 32}}) {
+        simt::counts = {};
+        simt::counts_traffic = true;
+        right = right && launch<strided_kernel>(1, 64, 0, nullptr, out, values, expected.stride) == SL_OK;
+        simt::counts_traffic = false;
+        const simt::Efficiency &loads = simt::counts.loads, &stores = simt::counts.stores;
+        right = right && loads.bytes == 4 * (64 + 2) && loads.sectors == 8 + 2;
+        right = right && stores.bytes == 4 * (64 + 32) && stores.sectors == expected.stored_sectors;
+    }
+    return outcome_of(right);
+}
+
 /// Views of two types of the launch's shared memory, and a vector over elements. kWriters = 16: threads 0 and 8 write one element.
 template <int kWriters>
 __global__ void dynamic_shared_kernel(int* out) {
@@ -237,6 +264,7 @@ const std::vector<Case> memory_cases = {
     {"halves", halves},
     {"intrinsics", [] { return run_and_compare<intrinsics_kernel, int>(1, 1, 0, 8, intrinsics_result); }},
     {"vectors", vectors},
+    {"sectors", sectors},
     {"dynamic shared", dynamic_views<8>},
     {"dynamic shared race", dynamic_views<16>},
     {"after faults", after_faults},
