@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "../api/guarded.h"
 #include "../api/sparselift_cpu.h"
-#include "guarded.h"
 #include "kernels.h"
 #include "pool.h"
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, float32
 
+from sparselift.dtypes import torch_dtype
+
 POOLINGS = ("sum", "mean", "none", "max")
 COALESCE_METHODS = ("chain", "none", "sort", "dense")
 PARTITIONS = ("bag", "table")
@@ -180,13 +182,13 @@ class BagProgram(ABC):
         """`prepare` and `forward` in one call, for programs whose features have the same B: the batch, and a new (B, width) buffer."""
         batch = self.prepare(indices, offsets, weights)
         width = sum(self.tables[feature.table].dim for feature in self.features)
-        out = tables[0].new_empty((batch.num_bags[0], width))
+        out = tables[0].new_empty((batch.num_bags[0], width), dtype=float32)
         self.forward(tables, batch, out)
         return batch, out
 
     def fits(self, tables: Sequence[Tensor]) -> bool:
         """Whether `forward` takes the tables."""
-        return all(table.dtype == float32 and tuple(table.shape) == (spec.rows, spec.dim) and table.is_contiguous()
+        return all(table.dtype == torch_dtype(spec.dtype) and tuple(table.shape) == (spec.rows, spec.dim) and table.is_contiguous()
                    for spec, table in zip(self.tables, tables))
 
     @abstractmethod
@@ -220,6 +222,8 @@ class KernelBackend(ABC):
     """A family of kernels for one kind of device."""
 
     name: str
+    coalesce_methods: tuple[str, ...] = COALESCE_METHODS   # that `compile` takes
+    weight_dtypes: tuple[str, ...] = ("float32",)          # likewise
 
     @abstractmethod
     def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> BagProgram:

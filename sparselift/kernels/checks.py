@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparselift.dtypes import dtype_name
+from sparselift.dtypes import dtype_name, torch_dtype
 from sparselift.errors import DtypeError
 
 from .base import (
@@ -28,9 +28,10 @@ from .base import (
 
 MAX_ROWS = MAX_LOOKUPS = 2**31 - 1     # ids and positions are kept as int32
 INDEX_DTYPES = (torch.int32, torch.int64)
+CPU = torch.device("cpu")              # where tensors must be, unless a backend says otherwise
 
 
-def check_specs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
+def check_specs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], *, weight_dtypes: tuple[str, ...] = ("float32",)) -> None:
     """Raises ValueError for a spec that no backend implements, naming it."""
     for table in tables:
         where = f"table {table.name!r}"
@@ -38,8 +39,8 @@ def check_specs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) ->
             raise ValueError(f"{where}: rows must be in 1..{MAX_ROWS}; got {table.rows}")
         if table.dim < 1:
             raise ValueError(f"{where}: dim must be at least 1; got {table.dim}")
-        if table.dtype != "float32":
-            raise ValueError(f"{where}: weights must be float32; got {table.dtype}")
+        if table.dtype not in weight_dtypes:
+            raise ValueError(f"{where}: weights must be {' or '.join(weight_dtypes)}; got {table.dtype}")
         _one_of(where, "coalesce", table.knobs.coalesce, COALESCE_METHODS)
         _one_of(where, "partition", table.knobs.partition, PARTITIONS)
         if table.knobs.prefetch < 0:
@@ -67,7 +68,7 @@ def _one_of(where: str, what: str, value: str, choices: tuple[str, ...]) -> None
         raise ValueError(f"{where}: {what} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def check_rules(program: BagProgram, states: Sequence[State], rules: Sequence[UpdateRule | None]) -> None:
+def check_rules(program: BagProgram, states: Sequence[State], rules: Sequence[UpdateRule | None], *, device: torch.device = CPU) -> None:
     """Raises ValueError or TypeError for a rule without the state it needs, or that its table's knobs exclude."""
     count = len(program.tables)
     if len(rules) != count or len(states) != count:
@@ -82,7 +83,7 @@ def check_rules(program: BagProgram, states: Sequence[State], rules: Sequence[Up
             wanted = f"a state of shape {shapes[0]}" if len(shapes) == 1 else f"states of shapes {' and '.join(map(str, shapes))}"
             raise ValueError(f"table {table.name!r}: {rule.kind} needs {wanted}; got {len(given) or None}")
         for tensor, shape in zip(given, shapes):
-            check_dense(f"state of table {table.name!r}", tensor, shape)
+            check_dense(f"state of table {table.name!r}", tensor, shape, device=device)
 
 
 def check_rule(table: TableSpec, rule: UpdateRule) -> None:
@@ -103,21 +104,23 @@ def check_max(spec: FeatureSpec) -> None:
         raise ValueError(f"feature {spec.name!r}: pooling {spec.pooling!r} has no maxima")
 
 
-def check_dense(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises unless `tensor` is a contiguous float32 CPU tensor of `shape`."""
-    check_kind(what, tensor, (torch.float32,))
+def check_dense(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *,
+                device: torch.device = CPU) -> None:
+    """Raises unless `tensor` is a contiguous tensor of `shape` and `dtype` on the device."""
+    check_kind(what, tensor, (dtype,), device=device)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{what} must have shape {shape}; got {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{what} must be contiguous; got strides {tensor.stride()}")
 
 
-def check_tables(program: BagProgram, tables: Sequence[Any], rules: Sequence[UpdateRule | None] | None = None) -> None:
+def check_tables(program: BagProgram, tables: Sequence[Any], rules: Sequence[UpdateRule | None] | None = None, *,
+                 device: torch.device = CPU) -> None:
     """Raises unless `tables` are the program's weights; with `rules`, only those that have one."""
     check_count("tables", "table", len(tables), len(program.tables))
     for position, (spec, tensor) in enumerate(zip(program.tables, tables)):
         if rules is None or rules[position] is not None:
-            check_dense(f"weight of table {spec.name!r}", tensor, (spec.rows, spec.dim))
+            check_dense(f"weight of table {spec.name!r}", tensor, (spec.rows, spec.dim), torch_dtype(spec.dtype), device=device)
 
 
 def check_count(what: str, unit: str, got: int, wanted: int) -> None:
@@ -141,18 +144,19 @@ def split_columns(what: str, program: BagProgram, batch: IndexBatch, shared: Ten
     return [shared[:, spec.column:spec.column + program.tables[spec.table].dim] for spec in program.features]
 
 
-def feature_outputs(program: BagProgram, batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def feature_outputs(program: BagProgram, batch: IndexBatch, out: Tensor | Sequence[Tensor], *,
+                    device: torch.device = CPU) -> list[Tensor]:
     """The (B, D) output of every feature. Raises unless float32 with last stride 1."""
     outputs = split_columns("the output", program, batch, out) if isinstance(out, Tensor) else list(out)
     check_count("outputs", "feature", len(outputs), len(program.features))
     for position, (spec, output) in enumerate(zip(program.features, outputs)):
-        check_rows(f"output of feature {spec.name!r}", output, (batch.num_bags[position], program.tables[spec.table].dim))
+        check_rows(f"output of feature {spec.name!r}", output, (batch.num_bags[position], program.tables[spec.table].dim), device=device)
         if output.shape[1] > 1 and output.stride(1) != 1:
             raise ValueError(f"output of feature {spec.name!r} must have last stride 1; got strides {output.stride()}")
     return outputs
 
 
-def feature_grads(program: BagProgram, segment: Segment) -> list[Tensor | None]:
+def feature_grads(program: BagProgram, segment: Segment, *, device: torch.device = CPU) -> list[Tensor | None]:
     """The (B, D) gradient that arrived at every feature's output."""
     given = segment.grad
     grads: list[Tensor | None] = (list(split_columns("the gradient", program, segment.batch, given)) if isinstance(given, Tensor)
@@ -163,32 +167,32 @@ def feature_grads(program: BagProgram, segment: Segment) -> list[Tensor | None]:
     for position, (spec, grad) in enumerate(zip(program.features, grads)):
         if grad is not None:
             check_rows(f"gradient of feature {spec.name!r}", grad,
-                       (segment.batch.num_bags[position], program.tables[spec.table].dim))
+                       (segment.batch.num_bags[position], program.tables[spec.table].dim), device=device)
     return grads
 
 
-def check_rows(what: str, tensor: Tensor, shape: tuple[int, int]) -> None:
-    """Raises unless `tensor` is a float32 CPU tensor of `shape`."""
-    check_kind(what, tensor, (torch.float32,))
+def check_rows(what: str, tensor: Tensor, shape: tuple[int, int], *, device: torch.device = CPU) -> None:
+    """Raises unless `tensor` is a float32 tensor of `shape` on the device."""
+    check_kind(what, tensor, (torch.float32,), device=device)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{what} must have shape {shape}; got {tuple(tensor.shape)}")
 
 
-def check_vector(feature: str, what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raises unless `tensor` is a (K,) CPU tensor of one of `dtypes`."""
-    check_kind(f"feature {feature!r}: {what}", tensor, dtypes)
+def check_vector(feature: str, what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *, device: torch.device = CPU) -> None:
+    """Raises unless `tensor` is a (K,) tensor of one of `dtypes` on the device."""
+    check_kind(f"feature {feature!r}: {what}", tensor, dtypes, device=device)
     if tensor.dim() != 1:
         raise ValueError(f"feature {feature!r}: {what} must have one dimension; got shape {tuple(tensor.shape)}")
 
 
-def check_kind(what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raises TypeError unless `tensor` is an ordinary CPU tensor of one of `dtypes`."""
+def check_kind(what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *, device: torch.device = CPU) -> None:
+    """Raises TypeError unless `tensor` is an ordinary tensor of one of `dtypes` on the device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} must be a tensor; got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         raise DtypeError(f"{what} must be {' or '.join(map(dtype_name, dtypes))}; got {dtype_name(tensor.dtype)}")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"{what} must be on the CPU; got {tensor.device}")
+    if tensor.device != device:
+        raise TypeError(f"{what} must be on {'the CPU' if device == CPU else device}; got {tensor.device}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} must be strided; got {tensor.layout}")
 
@@ -199,12 +203,12 @@ def check_lookup_count(feature: str, count: int) -> None:
         raise ValueError(f"feature {feature!r}: at most {MAX_LOOKUPS} ids a batch; got {count}")
 
 
-def check_weights(spec: FeatureSpec, weights: Tensor | None, count: int) -> None:
+def check_weights(spec: FeatureSpec, weights: Tensor | None, count: int, *, device: torch.device = CPU) -> None:
     """Raises unless per-sample weights are there exactly where the feature is weighted."""
     if spec.weighted != (weights is not None):
         raise ValueError(f"feature {spec.name!r}: per-sample weights are {'required' if spec.weighted else 'not expected'}")
     if weights is not None:
-        check_vector(spec.name, "per-sample weights", weights, (torch.float32,))
+        check_vector(spec.name, "per-sample weights", weights, (torch.float32,), device=device)
         if len(weights) != count:
             raise ValueError(f"feature {spec.name!r}: {len(weights)} per-sample weights for {count} ids")
 

@@ -4,7 +4,7 @@
 #include <exception>
 #include <new>
 
-#include "../api/status.h"
+#include "status.h"
 
 namespace sparselift {
 
