@@ -7,22 +7,26 @@ from .base import KernelBackend
 __all__ = ["BACKENDS", "available_backends", "get_backend"]
 
 ISAS = ("portable", "avx2", "avx512")
-BACKENDS = ("reference", "cpu", *(f"cpu-{isa}" for isa in ISAS))
+BACKENDS = ("reference", "cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda")
 
 
 def get_backend(name: str = "cpu") -> KernelBackend:
-    """The backend called `name`: "reference", "cpu" (the best instruction set that runs here), "cpu-portable", "cpu-avx2" or "cpu-avx512".
+    """The backend called `name`: "reference", "cpu" (the best instruction set that runs here), "cpu-portable", "cpu-avx2",
+    "cpu-avx512", or "cuda" (torch's current device).
 
     Raises
     ------
     ValueError    a name that is none of these
-    KernelError   the backend is not built, or its instruction set is missing here; says which
+    KernelError   the backend is not built, or its instruction set, driver or device is missing here; says which
     """
     if name == "reference":
         from .reference import ReferenceBackend
         return ReferenceBackend()
     if name not in BACKENDS:
         raise ValueError(f"the backend must be one of {', '.join(BACKENDS)}; got {name!r}")
+    if name == "cuda":
+        from .cuda import CudaBackend
+        return CudaBackend()
     from .cpu import CpuBackend
     return CpuBackend(name.partition("-")[2] or None)
 
@@ -30,5 +34,6 @@ def get_backend(name: str = "cpu") -> KernelBackend:
 def available_backends() -> tuple[str, ...]:
     """Names that `get_backend` takes on this machine."""
     from .cpu import runnable_isas
+    from .cuda import is_runnable
     runnable = runnable_isas()
-    return ("reference", *(("cpu",) if runnable else ()), *(f"cpu-{isa}" for isa in runnable))
+    return ("reference", *(("cpu",) if runnable else ()), *(f"cpu-{isa}" for isa in runnable), *(("cuda",) if is_runnable() else ()))

@@ -1,0 +1,324 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""The CUDA kernels by address: integers in (pointers, sizes, a stream), work on the stream out. Nothing here knows torch, allocates
+device memory or waits. Arguments are checked by `cuda.py`; whoever calls this module directly answers for them.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+from sparselift.kernels._cpu cimport sl_feature, sl_index_input, sl_matrix, sl_rule, sl_status
+from sparselift.kernels._cuda_abi cimport (
+    SL_BAD_ARGUMENT, SL_BAD_ID, SL_CUDA_STATUS_BYTES, SL_NO_MEMORY, SL_OK, SL_RULE_ABSENT, sl_cuda_batch, sl_cuda_batch_bytes,
+    sl_cuda_batch_destroy, sl_cuda_batch_indices, sl_cuda_batch_maxima, sl_cuda_batch_num_bags, sl_cuda_batch_num_lookups,
+    sl_cuda_batch_offsets, sl_cuda_check_device, sl_cuda_clear_fault, sl_cuda_coalesced_grad, sl_cuda_context, sl_cuda_count_lookups,
+    sl_cuda_default_shape, sl_cuda_device_type, sl_cuda_expanded_grad, sl_cuda_fault, sl_cuda_fault_create, sl_cuda_fault_destroy,
+    sl_cuda_forward, sl_cuda_forward_workspace_bytes, sl_cuda_gradient_workspace_bytes, sl_cuda_prepare, sl_cuda_program,
+    sl_cuda_program_create, sl_cuda_program_destroy, sl_cuda_segment, sl_cuda_shape, sl_cuda_table, sl_cuda_update,
+    sl_cuda_update_workspace_bytes, sl_cuda_weight_grad, sl_cuda_weights, sl_error_text,
+)
+
+from sparselift.errors import KernelError
+
+STATUS_BYTES = SL_CUDA_STATUS_BYTES
+
+
+def device_type() -> int:
+    """The DLPack device type of the memory that kernels read: 2 (CUDA), or 1 (CPU) under the emulator."""
+    return sl_cuda_device_type()
+
+
+def check_device() -> None:
+    """Raises KernelError where no kernel can run, with CUDA's name for the reason."""
+    check(sl_cuda_check_device())
+
+
+def default_shape() -> dict:
+    """How kernels are laid out unless a program says otherwise: the fields of sl_cuda_shape."""
+    return sl_cuda_default_shape()
+
+
+cdef int check(sl_status status) except -1:
+    if status == SL_OK:
+        return 0
+    text = sl_error_text().decode()
+    if status == SL_NO_MEMORY:
+        raise MemoryError(text)
+    if status == SL_BAD_ARGUMENT:
+        raise ValueError(text)
+    raise KernelError(text)
+
+
+cdef void* allocate(size_t count, size_t size) except NULL:
+    cdef void* memory = calloc(count if count > 0 else 1, size)
+    if memory == NULL:
+        raise MemoryError()
+    return memory
+
+
+cdef class Batch:
+    """The ids of one batch, in memory that the caller keeps for as long as the batch is used."""
+
+    cdef sl_cuda_batch* handle
+
+    def __dealloc__(self):
+        sl_cuda_batch_destroy(self.handle)
+
+    def num_bags(self, Py_ssize_t feature) -> int:
+        return sl_cuda_batch_num_bags(self.handle, feature)
+
+    def num_lookups(self, Py_ssize_t feature) -> int:
+        return sl_cuda_batch_num_lookups(self.handle, feature)
+
+
+cdef class Program:
+    """The compiled lookups of one group.
+
+    Parameters
+    ----------
+    tables     (rows, dim, dtype) a table; dtype 0 float32, 1 float16, 2 bfloat16
+    features   (table, pooling, weighted, include_last_offset, padding_idx or -1) a feature; pooling 0 sum, 1 mean, 2 none, 3 max
+    shape      fields of sl_cuda_shape that differ from the default
+    status     device memory of STATUS_BYTES
+    stream     where that memory is cleared
+    """
+
+    cdef sl_cuda_program* handle
+    cdef sl_cuda_context context
+    cdef Py_ssize_t num_tables, num_features
+    # Filled anew in every call.
+    cdef sl_index_input* inputs
+    cdef sl_cuda_weights* weights
+    cdef sl_rule* rules
+    cdef sl_matrix* outputs
+    cdef sl_cuda_segment* segments
+    cdef sl_matrix* grads
+    cdef float* scales
+    cdef Py_ssize_t segment_capacity
+
+    def __cinit__(self, tables, features, dict shape, uintptr_t status, uintptr_t stream):
+        cdef Py_ssize_t i
+        cdef sl_cuda_table* table_specs
+        cdef sl_feature* feature_specs
+        cdef sl_cuda_shape given
+        self.num_tables, self.num_features = len(tables), len(features)
+        self.inputs = <sl_index_input*>allocate(self.num_features, sizeof(sl_index_input))
+        self.weights = <sl_cuda_weights*>allocate(self.num_tables, sizeof(sl_cuda_weights))
+        self.rules = <sl_rule*>allocate(self.num_tables, sizeof(sl_rule))
+        self.outputs = <sl_matrix*>allocate(self.num_features, sizeof(sl_matrix))
+        given = sl_cuda_shape(shape.get("vector_bytes", 0), shape.get("block_threads", 0), shape.get("bags_per_group", 0),
+                              shape.get("loads_in_flight", 0), shape.get("chunk_lookups", 0))
+        table_specs = <sl_cuda_table*>allocate(self.num_tables, sizeof(sl_cuda_table))
+        feature_specs = <sl_feature*>allocate(self.num_features, sizeof(sl_feature))
+        try:
+            for i in range(self.num_tables):
+                table_specs[i].rows, table_specs[i].dim, table_specs[i].dtype = tables[i]
+            for i in range(self.num_features):
+                (feature_specs[i].table, feature_specs[i].pooling, feature_specs[i].weighted, feature_specs[i].include_last_offset,
+                 feature_specs[i].padding_idx) = features[i]
+            check(sl_cuda_program_create(table_specs, self.num_tables, feature_specs, self.num_features, &given, &self.handle))
+        finally:
+            free(table_specs)
+            free(feature_specs)
+        check(sl_cuda_fault_create(&self.context.fault))
+        self.context.status = <void*>status
+        self.clear_fault(stream)
+
+    def __dealloc__(self):
+        sl_cuda_program_destroy(self.handle)
+        if self.context.fault != NULL:
+            sl_cuda_fault_destroy(self.context.fault)
+        free(self.inputs)
+        free(self.weights)
+        free(self.rules)
+        free(self.outputs)
+        free(self.segments)
+        free(self.grads)
+        free(self.scales)
+
+    def fault(self):
+        """The first fault since the last `clear_fault` that the device has told of: None, or (whether it is an id, feature, position,
+        value, previous, count)."""
+        cdef sl_cuda_fault* fault = self.context.fault
+        cdef int32_t status = (<volatile int32_t*>&fault.status)[0]
+        if status == SL_OK:
+            return None
+        return status == SL_BAD_ID, fault.feature, fault.position, fault.value, fault.previous, fault.count
+
+    def clear_fault(self, uintptr_t stream):
+        self.context.stream = <void*>stream
+        check(sl_cuda_clear_fault(&self.context))
+
+    # ------------------------------------------------------------------------------------------------ batches
+
+    cdef int _read_inputs(self, object inputs) except -1:
+        cdef Py_ssize_t f
+        cdef uintptr_t ids, offsets, weights
+        cdef sl_index_input* given
+        for f in range(self.num_features):
+            given = self.inputs + f
+            (ids, given.num_ids, given.id_stride, given.ids_are_64, offsets, given.num_offsets, given.offset_stride, given.offsets_are_64,
+             given.bag_length, weights, given.weight_stride) = inputs[f]
+            given.ids, given.offsets, given.weights = <const void*>ids, <const void*>offsets, <const float*>weights
+        return 0
+
+    def batch_bytes(self, inputs) -> int:
+        """Device memory that `prepare` takes for these inputs: tuples of the fields of sl_index_input, one a feature."""
+        self._read_inputs(inputs)
+        return sl_cuda_batch_bytes(self.handle, self.inputs)
+
+    def prepare(self, inputs, uintptr_t memory, uintptr_t stream) -> Batch:
+        cdef Batch batch = Batch.__new__(Batch)
+        cdef sl_status status
+        self._read_inputs(inputs)
+        self._use(stream, 0, 0)
+        with nogil:
+            status = sl_cuda_prepare(self.handle, self.inputs, <void*>memory, &self.context, &batch.handle)
+        check(status)
+        return batch
+
+    def read_indices(self, Batch batch not None, Py_ssize_t feature, uintptr_t out, uintptr_t stream):
+        """(K,) int64 ids into device memory."""
+        self._use(stream, 0, 0)
+        check(sl_cuda_batch_indices(batch.handle, feature, <int64_t*>out, &self.context))
+
+    def read_offsets(self, Batch batch not None, Py_ssize_t feature, uintptr_t out, uintptr_t stream):
+        """(B + 1,) int64 boundaries into device memory."""
+        self._use(stream, 0, 0)
+        check(sl_cuda_batch_offsets(batch.handle, feature, <int64_t*>out, &self.context))
+
+    def read_maxima(self, Batch batch not None, Py_ssize_t feature, uintptr_t out, uintptr_t stream):
+        """(B, D) int64 positions into device memory; the feature's pooling is max."""
+        self._use(stream, 0, 0)
+        check(sl_cuda_batch_maxima(batch.handle, feature, <int64_t*>out, &self.context))
+
+    cdef int _use(self, uintptr_t stream, uintptr_t workspace, int64_t workspace_bytes) except -1:
+        self.context.stream, self.context.workspace, self.context.workspace_bytes = <void*>stream, <void*>workspace, workspace_bytes
+        return 0
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    cdef int _read_matrix(self, object given, sl_matrix* matrix) except -1:
+        """(pointer, row stride), or None."""
+        cdef uintptr_t data = 0
+        matrix.row_stride = 0
+        if given is not None:
+            data, matrix.row_stride = given
+        matrix.data = <float*>data
+        return 0
+
+    def forward_workspace_bytes(self, Batch batch not None) -> int:
+        return sl_cuda_forward_workspace_bytes(self.handle, batch.handle)
+
+    def forward(self, tables, Batch batch not None, outputs, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
+        """`tables` are pointers, `outputs` (pointer, row stride) a feature."""
+        cdef Py_ssize_t i
+        cdef uintptr_t data
+        cdef sl_status status
+        for i in range(self.num_tables):
+            data = tables[i]
+            self.weights[i].data = <const void*>data
+        for i in range(self.num_features):
+            self._read_matrix(outputs[i], self.outputs + i)
+        self._use(stream, workspace, workspace_bytes)
+        with nogil:
+            status = sl_cuda_forward(self.handle, self.weights, batch.handle, self.outputs, &self.context)
+        check(status)
+
+    def weight_grad(self, uintptr_t table, Batch batch not None, Py_ssize_t feature, grad, uintptr_t out, uintptr_t stream):
+        cdef sl_matrix given
+        cdef sl_status status
+        self._read_matrix(grad, &given)
+        self._use(stream, 0, 0)
+        with nogil:
+            status = sl_cuda_weight_grad(self.handle, <const void*>table, batch.handle, feature, given, <float*>out, &self.context)
+        check(status)
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    cdef Py_ssize_t _read_segments(self, object segments) except -1:
+        """(batch, a matrix or None a feature, a scale a table or None) a segment."""
+        cdef Py_ssize_t count = len(segments), s, i
+        cdef sl_matrix* grads
+        cdef float* scales
+        self._reserve_segments(count)
+        for s in range(count):
+            batch, given_grads, given_scales = segments[s]
+            grads, scales = self.grads + s * self.num_features, self.scales + s * self.num_tables
+            for i in range(self.num_features):
+                self._read_matrix(given_grads[i], grads + i)
+            if given_scales is not None:
+                for i in range(self.num_tables):
+                    scales[i] = given_scales[i]
+            self.segments[s].batch, self.segments[s].grads = (<Batch?>batch).handle, grads
+            self.segments[s].scales = NULL if given_scales is None else scales
+        return count
+
+    cdef int _reserve_segments(self, Py_ssize_t count) except -1:
+        if count <= self.segment_capacity:
+            return 0
+        free(self.segments)
+        free(self.grads)
+        free(self.scales)
+        self.segments, self.grads, self.scales, self.segment_capacity = NULL, NULL, NULL, 0
+        self.segments = <sl_cuda_segment*>allocate(count, sizeof(sl_cuda_segment))
+        self.grads = <sl_matrix*>allocate(count * self.num_features, sizeof(sl_matrix))
+        self.scales = <float*>allocate(count * self.num_tables, sizeof(float))
+        self.segment_capacity = count
+        return 0
+
+    cdef int _read_rules(self, object rules) except -1:
+        """The fields of sl_rule a table, or None; kind 1 sgd, 2 adagrad, 3 rowwise_adagrad, 4 adam."""
+        cdef Py_ssize_t t
+        cdef sl_rule* rule
+        for t in range(self.num_tables):
+            rule = self.rules + t
+            if rules[t] is None:
+                rule.kind = SL_RULE_ABSENT
+            else:
+                rule.kind, rule.maximize, rule.lr, rule.eps, rule.weight_decay, rule.first_gain, rule.second_gain = rules[t]
+        return 0
+
+    def update_workspace_bytes(self, rules, segments) -> int:
+        cdef Py_ssize_t count = self._read_segments(segments)
+        self._read_rules(rules)
+        return sl_cuda_update_workspace_bytes(self.handle, self.rules, self.segments, count)
+
+    def update(self, tables, states, rules, segments, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
+        """`tables` are pointers and `states` two a table, 0 where there is none."""
+        cdef Py_ssize_t t, count = self._read_segments(segments)
+        cdef uintptr_t data, first, second
+        cdef sl_status status
+        self._read_rules(rules)
+        for t in range(self.num_tables):
+            data = tables[t]
+            first, second = states[t]
+            self.weights[t].data = <const void*>data
+            self.weights[t].state.first, self.weights[t].state.second = <float*>first, <float*>second
+        self._use(stream, workspace, workspace_bytes)
+        with nogil:
+            status = sl_cuda_update(self.handle, self.weights, self.rules, self.segments, count, &self.context)
+        check(status)
+
+    def count_lookups(self, Py_ssize_t table, segments) -> int:
+        """How many rows the outputs of the two functions below must hold."""
+        cdef Py_ssize_t count = self._read_segments(segments)
+        return sl_cuda_count_lookups(self.handle, table, self.segments, count)
+
+    def gradient_workspace_bytes(self, Py_ssize_t table, segments) -> int:
+        cdef Py_ssize_t count = self._read_segments(segments)
+        return sl_cuda_gradient_workspace_bytes(self.handle, table, self.segments, count)
+
+    def gradient(self, Py_ssize_t table, segments, bint coalesced, uintptr_t ids, uintptr_t grads, uintptr_t total, uintptr_t workspace,
+                 int64_t workspace_bytes, uintptr_t stream):
+        """Ids, gradients and their number into device memory: of distinct rows (`coalesced`), or of every lookup."""
+        cdef Py_ssize_t count = self._read_segments(segments)
+        cdef sl_status status
+        self._use(stream, workspace, workspace_bytes)
+        with nogil:
+            if coalesced:
+                status = sl_cuda_coalesced_grad(self.handle, table, self.segments, count, <int64_t*>ids, <float*>grads, <int64_t*>total,
+                                                &self.context)
+            else:
+                status = sl_cuda_expanded_grad(self.handle, table, self.segments, count, <int64_t*>ids, <float*>grads, <int64_t*>total,
+                                               &self.context)
+        check(status)

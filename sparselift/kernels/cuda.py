@@ -1,0 +1,341 @@
+"""The CUDA backend: fused bags on a device, by the kernels of csrc/cuda.
+
+Work goes to torch's current stream and nothing waits for it, but for `coalesced_grad` and `expanded_grad`, whose results have as many rows
+as the device says. Ids and boundaries are checked on the device: a fault raises when the host gets to know of it, in the same call where
+kernels run at once and by the next step otherwise. From the fault on, and until it raised, updates change nothing.
+
+Of a table's knobs none means anything here: kernels find the lookups of a row by a sort, and many warps hide what prefetching would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparselift.arrays import as_array
+from sparselift.errors import KernelError
+
+from .base import POOLINGS, UPDATE_RULES, BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, State, TableSpec, UpdateRule
+from .checks import (
+    INDEX_DTYPES,
+    check_bag_length,
+    check_count,
+    check_lookup_count,
+    check_max,
+    check_offset_count,
+    check_rows,
+    check_rules,
+    check_specs,
+    check_tables,
+    check_vector,
+    check_weights,
+    feature_grads,
+    feature_outputs,
+    id_error,
+    offset_error,
+)
+
+DTYPES = ("float32", "float16", "bfloat16")
+CUDA_MODULE = "sparselift.kernels._cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """How kernels are laid out on the device. 0: the default of csrc/cuda/program.cu, with its reasons."""
+
+    vector_bytes: int = 0          # of one load of a row: 16 where rows and pointers are aligned, or 4: an element at a time
+    block_threads: int = 0         # 64, 128, 256 or 512
+    bags_per_group: int = 0        # bags that a group of lanes pools one after the other
+    loads_in_flight: int = 0       # of one lane: 4 or 8
+    chunk_lookups: int = 0         # multiple of 32: longer bags, and rows used more often, are summed in chunks of so many
+
+
+def extension(module: str = CUDA_MODULE) -> ModuleType:
+    """The module of compiled kernels. Raises KernelError where it is not built, or where no kernel can run."""
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise KernelError(f"the CUDA kernels are not built ({module} cannot be imported: {error}); install nvcc and build them with: "
+                          "pip install -e . --no-build-isolation") from error
+    found.check_device()
+    return found
+
+
+def is_runnable() -> bool:
+    """Whether the kernels are built, and a device is there for them and for torch."""
+    try:
+        extension()
+    except KernelError:
+        return False
+    return torch.cuda.is_available()
+
+
+class CudaBatch(IndexBatch):
+    """Ids of one batch in device memory."""
+
+    def __init__(self, program: CudaProgram, raw: Any, memory: Tensor) -> None:
+        self.program, self.raw, self.memory = program, raw, memory
+        features = range(len(program.features))
+        self.num_bags = tuple(raw.num_bags(f) for f in features)
+        self.num_lookups = tuple(raw.num_lookups(f) for f in features)
+
+    def indices(self, feature: int) -> Tensor:
+        return self.program.read("indices", self, feature, (self.num_lookups[feature],))
+
+    def offsets(self, feature: int) -> Tensor:
+        return self.program.read("offsets", self, feature, (self.num_bags[feature] + 1,))
+
+    def maxima(self, feature: int) -> Tensor:
+        spec = self.program.features[feature]
+        check_max(spec)
+        return self.program.read("maxima", self, feature, (self.num_bags[feature], self.program.tables[spec.table].dim))
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+
+class CudaProgram(BagProgram):
+    """Fused bags over tables on one device.
+
+    Calls take turns. What a call reads must stay unchanged until the device has run it, as for any operation of torch.
+    """
+
+    def __init__(self, backend: CudaBackend, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
+        self.backend, self.tables, self.features = backend, tuple(tables), tuple(features)
+        self._busy = Lock()
+        self._workspaces: dict[int, Tensor] = {}               # one a stream
+        self._status = self.empty((backend.extension.STATUS_BYTES,), torch.uint8)
+        with self._current_device():
+            self.raw = backend.extension.Program(
+                [(table.rows, table.dim, DTYPES.index(table.dtype)) for table in tables],
+                [(f.table, POOLINGS.index(f.pooling), f.weighted, f.include_last_offset, -1 if f.padding_idx is None else f.padding_idx)
+                 for f in features],
+                dataclasses.asdict(backend.shape), self._status.data_ptr(), self.stream())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CudaProgram, (self.backend, self.tables, self.features)
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device
+
+    def stream(self) -> int:
+        """The handle of torch's current stream."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _space(self, nbytes: int) -> tuple[int, int]:
+        """Address and size of the workspace, grown to `nbytes`. Calls of one stream use it one after the other."""
+        space = self._workspaces.get(self.stream())
+        if space is None or space.nbytes < nbytes:
+            space = self._workspaces[self.stream()] = self.empty((nbytes,), torch.uint8)
+        return space.data_ptr(), space.nbytes
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        """Launches go to the device of the program, whichever is current."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time, after what earlier ones found wrong was raised."""
+        with self._busy, self._current_device():
+            self._raise_fault()
+            yield
+
+    def _raise_fault(self) -> None:
+        """Raises IndexError or ValueError for a fault that the device has told of."""
+        fault = self.raw.fault()
+        if fault is None:
+            return
+        self.raw.clear_fault(self.stream())
+        is_id, feature, position, value, previous, count = fault
+        spec = self.features[feature]
+        if is_id:
+            raise id_error(spec, self.tables[spec.table], position, value)
+        raise offset_error(spec, position, value, previous, count)
+
+    def read(self, what: str, batch: CudaBatch, feature: int, shape: tuple[int, ...]) -> Tensor:
+        """The "indices", "offsets" or "maxima" of a feature, an int64 copy."""
+        out = self.empty(shape, torch.int64)
+        with self._busy, self._current_device():
+            getattr(self.raw, f"read_{what}")(batch.raw, feature, out.data_ptr(), self.stream())
+        return out
+
+    def _check_batch(self, batch: IndexBatch) -> CudaBatch:
+        if not isinstance(batch, CudaBatch) or batch.program is not self:
+            raise ValueError("the batch was not prepared by this program")
+        return batch
+
+    # ------------------------------------------------------------------------------------------------ prepare
+
+    def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+                weights: Sequence[Tensor | None] | None = None) -> CudaBatch:
+        weights = [None] * len(self.features) if weights is None else weights
+        for what, given in (("indices", indices), ("offsets", offsets), ("weights", weights)):
+            check_count(what, "feature", len(given), len(self.features))
+        kept: list[Tensor] = []
+        inputs = [self._read_feature(*parts, kept) for parts in zip(self.features, indices, offsets, weights)]
+        with self._turn():
+            memory = self.empty((self.raw.batch_bytes(inputs),), torch.uint8)
+            batch = self.raw.prepare(inputs, memory.data_ptr(), self.stream())
+            self._raise_fault()
+        return CudaBatch(self, batch, memory)
+
+    def _read_feature(self, spec: FeatureSpec, indices: Tensor, offsets: Tensor | int, weights: Tensor | None,
+                      kept: list[Tensor]) -> tuple[int, ...]:
+        """The fields of sl_index_input."""
+        check_vector(spec.name, "indices", indices, INDEX_DTYPES, device=self.device)
+        check_lookup_count(spec.name, len(indices))
+        check_weights(spec, weights, len(indices), device=self.device)
+        ids = as_array(indices.detach())
+        bounds, length = (0, 0, 0, 0), 0
+        if isinstance(offsets, int):
+            check_bag_length(spec, offsets, len(indices))
+            length = offsets
+        else:
+            check_vector(spec.name, "offsets", offsets, INDEX_DTYPES, device=self.device)
+            check_offset_count(spec, len(offsets), len(indices))
+            given = as_array(offsets.detach())
+            bounds = given.pointer, given.shape[0], given.strides[0], given.dtype == "int64"
+        factors = (0, 0)
+        if weights is not None:
+            kept.append(weights.detach().resolve_neg())
+            factors = kept[-1].data_ptr(), kept[-1].stride(0)
+        return (ids.pointer, ids.shape[0], ids.strides[0], ids.dtype == "int64", *bounds, length, *factors)
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
+        check_tables(self, tables, device=self.device)
+        prepared = self._check_batch(batch)
+        outputs = [(output.data_ptr(), output.stride(0)) for output in feature_outputs(self, batch, out, device=self.device)]
+        with self._turn():
+            space = self._space(self.raw.forward_workspace_bytes(prepared.raw))
+            self.raw.forward([as_array(table.detach()).pointer for table in tables], prepared.raw, outputs, *space, self.stream())
+
+    def weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, feature: int, grad: Tensor) -> Tensor:
+        check_tables(self, tables, device=self.device)
+        prepared, spec = self._check_batch(batch), self.features[feature]
+        check_rows(f"gradient of feature {spec.name!r}", grad, (batch.num_bags[feature], self.tables[spec.table].dim), device=self.device)
+        kept: list[Tensor] = []
+        matrix = _matrix(grad, kept)
+        out = self.empty((batch.num_lookups[feature],), torch.float32)
+        with self._turn():
+            self.raw.weight_grad(tables[spec.table].data_ptr(), prepared.raw, feature, matrix, out.data_ptr(), self.stream())
+        return out
+
+    # ------------------------------------------------------------------------------------------------ update
+
+    def update(self, tables: Sequence[Tensor | None], states: Sequence[State],
+               rules: Sequence[UpdateRule | None], segments: Sequence[Segment]) -> None:
+        check_rules(self, states, rules, device=self.device)
+        check_tables(self, tables, rules, device=self.device)
+        kept: list[Tensor] = []
+        read = self._read_segments(segments, kept)
+        given = [None if rule is None else (1 + UPDATE_RULES.index(rule.kind), rule.maximize, rule.lr, rule.eps, rule.weight_decay,
+                                            *(1 - beta for beta in rule.betas)) for rule in rules]
+        weights = [0 if tensor is None or rule is None else tensor.data_ptr() for tensor, rule in zip(tables, rules)]
+        with self._turn():
+            space = self._space(self.raw.update_workspace_bytes(given, read))
+            self.raw.update(weights, [_addresses(state, rule) for state, rule in zip(states, rules)], given, read, *space, self.stream())
+
+    def _read_segments(self, segments: Sequence[Segment], kept: list[Tensor]) -> list[tuple[Any, ...]]:
+        read = []
+        for segment in segments:
+            batch = self._check_batch(segment.batch)
+            grads = [None if grad is None else _matrix(grad, kept) for grad in feature_grads(self, segment, device=self.device)]
+            read.append((batch.raw, grads, segment.scales))
+        return read
+
+    def coalesced_grad(self, table: int, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+        return self._gradient(table, segments, True)
+
+    def expanded_grad(self, table: int, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+        return self._gradient(table, segments, False)
+
+    def _gradient(self, table: int, segments: Sequence[Segment], coalesced: bool) -> tuple[Tensor, Tensor]:
+        kept: list[Tensor] = []
+        read = self._read_segments(segments, kept)
+        with self._turn():
+            most = self.raw.count_lookups(table, read)
+            if coalesced:
+                most = min(most, self.tables[table].rows)
+            ids, values = self.empty((most,), torch.int64), self.empty((most, self.tables[table].dim), torch.float32)
+            total = self.empty((1,), torch.int64)
+            space = self._space(self.raw.gradient_workspace_bytes(table, read))
+            self.raw.gradient(table, read, coalesced, ids.data_ptr(), values.data_ptr(), total.data_ptr(), *space, self.stream())
+        count = int(total)
+        return ids[:count], values[:count]
+
+
+class CudaBackend(KernelBackend):
+    """Fused bags on a CUDA device.
+
+    Parameters
+    ----------
+    device   where tables, ids and gradients are: "cuda" is torch's current device
+    shape    how kernels are laid out
+    module   the extension: another one runs the same kernels elsewhere, as the tests' emulator does
+
+    Raises
+    ------
+    KernelError   the kernels are not built, or no driver or device is there; says which
+    """
+
+    name = "cuda"
+    coalesce_methods = ("chain", "sort")
+    weight_dtypes = DTYPES
+
+    def __init__(self, device: str | torch.device = "cuda", shape: KernelShape = KernelShape(), module: str = CUDA_MODULE) -> None:
+        self.shape, self._module = shape, module
+        self.extension = extension(module)
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise KernelError(f"torch {torch.__version__} finds no CUDA device, so there are no tensors for the CUDA kernels")
+            self.device = torch.device("cuda", torch.cuda.current_device() if self.device.index is None else self.device.index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CudaBackend, (self.device, self.shape, self._module)
+
+    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> CudaProgram:
+        check_specs(tables, features, weight_dtypes=self.weight_dtypes)
+        for table in tables:
+            if table.knobs.coalesce not in self.coalesce_methods:
+                raise ValueError(f"table {table.name!r}: coalesce must be one of {', '.join(self.coalesce_methods)} on CUDA, where lookups "
+                                 f"of one row run at the same time; got {table.knobs.coalesce!r}")
+        return CudaProgram(self, tables, features)
+
+    def variant(self) -> str:
+        """"cuda" and the choices of the shape that differ from the default."""
+        chosen = [f"{name}={value}" for name, value in dataclasses.asdict(self.shape).items() if value]
+        return "-".join(["cuda", *chosen])
+
+
+def _matrix(grad: Tensor, kept: list[Tensor]) -> tuple[int, int]:
+    """Address and row stride of a (B, D) matrix, copied where its last stride is not 1; `kept` then holds the copy."""
+    grad = grad.detach().resolve_neg()
+    if grad.shape[1] > 1 and grad.stride(1) != 1:
+        grad = grad.contiguous()
+    kept.append(grad)
+    return grad.data_ptr(), grad.stride(0)
+
+
+def _addresses(state: State, rule: UpdateRule | None) -> tuple[int, int]:
+    """Of the tensors that a rule keeps, 0 for those that it does not."""
+    if rule is None or rule.kind == "sgd" or state is None:
+        return 0, 0
+    first, second = state if isinstance(state, tuple) else (state, None)
+    return first.data_ptr(), 0 if second is None else second.data_ptr()

@@ -1,0 +1,101 @@
+"""The CUDA kernels as a Python module that runs on the CPU: the source of sparselift.kernels._cuda over the emulator, for tests alone."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from sparselift.kernels.cuda import CudaBackend, KernelShape
+
+ROOT = Path(__file__).parents[2]
+NAME = "_simt"
+SCHEDULES = ("forward", "reverse", "random:7")
+OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
+           "-DSPARSELIFT_SIMT", "-Icsrc")
+SOURCES = (*sorted(ROOT.glob("csrc/simt/*.cpp")), *(path for path in sorted(ROOT.glob("csrc/cuda/*.cu")) if path.name != "sort.cu"),
+           ROOT / "csrc/api/status.cpp", ROOT / "tests/simt/control.cpp")
+CYTHON = (ROOT / "sparselift/kernels/_cuda.pyx", ROOT / "sparselift/kernels/_cuda_abi.pxd", ROOT / "sparselift/kernels/_cpu.pxd")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What host code asked of the device."""
+
+    launches: int
+    copies: int
+    synchronizations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simt:
+    """The module and the emulator below it."""
+
+    module: ModuleType
+    library: ctypes.CDLL
+
+    def set_schedule(self, schedule: str) -> None:
+        assert self.library.simt_set_schedule(schedule.encode()) == 0, schedule
+
+    def take_counts(self) -> Counts:
+        """Since the last call."""
+        numbers = [ctypes.c_int64() for _ in range(3)]
+        self.library.simt_take_counts(*map(ctypes.byref, numbers))
+        return Counts(*(number.value for number in numbers))
+
+    def backend(self, shape: KernelShape | None = None) -> CudaBackend:
+        return CudaBackend("cpu", shape or KernelShape(), NAME)
+
+
+@cache
+def load(*flags: str) -> Simt:
+    """Builds the module, unless these sources have been built before, and imports it."""
+    path = ROOT / "build" / "simt" / _fingerprint(flags) / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        _build(path, flags)
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[NAME] = module
+    return Simt(module, ctypes.CDLL(str(path)))
+
+
+def _fingerprint(flags: Sequence[str]) -> str:
+    parts = [*sorted(ROOT.glob("csrc/**/*.h")), *sorted(ROOT.glob("csrc/**/*.cuh")), *SOURCES, *CYTHON, Path(__file__)]
+    text = b"".join(path.read_bytes() for path in parts) + repr((sys.version, flags)).encode()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _build(path: Path, flags: Sequence[str]) -> None:
+    """Built beside `path` and moved there when it is whole, so that test processes may build at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as made:
+        folder = Path(made)
+
+        def compile_one(source: Path) -> Path:
+            made = folder / f"{source.name}.o"
+            subprocess.run(["g++", "-x", "c++", *OPTIONS, *flags, "-c", source, "-o", made], cwd=ROOT, check=True)
+            return made
+
+        shutil.copy(CYTHON[0], folder / f"{NAME}.pyx")
+        subprocess.run([sys.executable, "-m", "cython", "-3", f"-I{ROOT}", folder / f"{NAME}.pyx"], cwd=folder, check=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, SOURCES))
+        include = sysconfig.get_path("include")
+        subprocess.run(["gcc", "-O1", "-fPIC", "-Icsrc", f"-I{include}", *flags, "-c", folder / f"{NAME}.c", "-o", folder / "module.o"],
+                       cwd=ROOT, check=True)
+        subprocess.run(["g++", "-shared", *flags, *objects, folder / "module.o", "-o", folder / path.name], check=True)
+        (folder / path.name).replace(path)
