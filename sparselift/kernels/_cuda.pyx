@@ -10,11 +10,13 @@ from sparselift.kernels._cpu cimport sl_feature, sl_index_input, sl_matrix, sl_r
 from sparselift.kernels._cuda_abi cimport (
     SL_BAD_ARGUMENT, SL_BAD_ID, SL_CUDA_STATUS_BYTES, SL_NO_MEMORY, SL_OK, SL_RULE_ABSENT, sl_cuda_batch, sl_cuda_batch_bytes,
     sl_cuda_batch_destroy, sl_cuda_batch_indices, sl_cuda_batch_maxima, sl_cuda_batch_num_bags, sl_cuda_batch_num_lookups,
-    sl_cuda_batch_offsets, sl_cuda_check_device, sl_cuda_clear_fault, sl_cuda_coalesced_grad, sl_cuda_context, sl_cuda_count_lookups,
-    sl_cuda_default_shape, sl_cuda_device_type, sl_cuda_expanded_grad, sl_cuda_fault, sl_cuda_fault_create, sl_cuda_fault_destroy,
-    sl_cuda_forward, sl_cuda_forward_workspace_bytes, sl_cuda_gradient_workspace_bytes, sl_cuda_prepare, sl_cuda_program,
-    sl_cuda_program_create, sl_cuda_program_destroy, sl_cuda_segment, sl_cuda_shape, sl_cuda_table, sl_cuda_update,
-    sl_cuda_update_workspace_bytes, sl_cuda_weight_grad, sl_cuda_weights, sl_error_text,
+    sl_cuda_batch_offsets, sl_cuda_bucketize, sl_cuda_bucketize_workspace_bytes, sl_cuda_check_device, sl_cuda_clear_fault,
+    sl_cuda_coalesced_grad, sl_cuda_context, sl_cuda_count_lookups, sl_cuda_dedup, sl_cuda_dedup_workspace_bytes, sl_cuda_default_shape,
+    sl_cuda_device_type, sl_cuda_expanded_grad, sl_cuda_fault, sl_cuda_fault_create, sl_cuda_fault_destroy, sl_cuda_forward,
+    sl_cuda_forward_workspace_bytes, sl_cuda_gradient_workspace_bytes, sl_cuda_ids, sl_cuda_pack, sl_cuda_pack_workspace_bytes,
+    sl_cuda_packed_row_bytes, sl_cuda_part, sl_cuda_prepare, sl_cuda_program, sl_cuda_program_create, sl_cuda_program_destroy,
+    sl_cuda_segment, sl_cuda_shape, sl_cuda_table, sl_cuda_unpack, sl_cuda_update, sl_cuda_update_workspace_bytes, sl_cuda_weight_grad,
+    sl_cuda_weights, sl_error_text,
 )
 
 from sparselift.errors import KernelError
@@ -322,3 +324,70 @@ cdef class Program:
                 status = sl_cuda_expanded_grad(self.handle, table, self.segments, count, <int64_t*>ids, <float*>grads, <int64_t*>total,
                                                &self.context)
         check(status)
+
+
+# ---------------------------------------------------------------------------------------------------- around an exchange
+
+
+cdef sl_cuda_context context_of(uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
+    return sl_cuda_context(<void*>stream, NULL, NULL, <void*>workspace, workspace_bytes)
+
+
+def dedup_workspace_bytes(int64_t num_ids) -> int:
+    return sl_cuda_dedup_workspace_bytes(num_ids)
+
+
+def dedup(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t distinct, uintptr_t slots, uintptr_t count,
+          uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
+    """Distinct ids (int64), which of them each id is (int32), and how many there are (int64); see sparselift_cuda_exchange.h."""
+    cdef sl_cuda_ids given = sl_cuda_ids(<const void*>ids, num_ids, are_64, rows)
+    cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
+    cdef sl_status status
+    with nogil:
+        status = sl_cuda_dedup(&given, <int64_t*>distinct, <int32_t*>slots, <int64_t*>count, &context)
+    check(status)
+
+
+def bucketize_workspace_bytes(int64_t num_ids) -> int:
+    return sl_cuda_bucketize_workspace_bytes(num_ids)
+
+
+def bucketize(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t offsets, int64_t num_bags, int64_t rows_per_owner,
+              int64_t num_owners, uintptr_t owned_rows, uintptr_t sources, uintptr_t lengths, uintptr_t workspace, int64_t workspace_bytes,
+              uintptr_t stream):
+    """Rows (int64) by owner, where each came from (int32), and lengths (owners, bags) int32; see sparselift_cuda_exchange.h."""
+    cdef sl_cuda_ids given = sl_cuda_ids(<const void*>ids, num_ids, are_64, rows)
+    cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
+    cdef sl_status status
+    with nogil:
+        status = sl_cuda_bucketize(&given, <const int32_t*>offsets, num_bags, rows_per_owner, num_owners, <int64_t*>owned_rows,
+                                   <int32_t*>sources, <int32_t*>lengths, &context)
+    check(status)
+
+
+def packed_row_bytes(int64_t dim, int32_t dtype) -> int:
+    """Bytes of a row inside a packed buffer; dtype 0 float32, 1 float16, 2 bfloat16, 3 int8 with a scale a row."""
+    return sl_cuda_packed_row_bytes(dim, dtype)
+
+
+def pack_workspace_bytes(int64_t num_parts) -> int:
+    return sl_cuda_pack_workspace_bytes(num_parts)
+
+
+def pack(parts, uintptr_t buffer, bint unpacks, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
+    """Rows of all parts into the buffer, or out of it (`unpacks`). `parts`: the fields of sl_cuda_part, a tuple a part."""
+    cdef Py_ssize_t i, count = len(parts)
+    cdef sl_cuda_part* given = <sl_cuda_part*>allocate(count, sizeof(sl_cuda_part))
+    cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
+    cdef uintptr_t rows
+    cdef sl_status status
+    try:
+        for i in range(count):
+            rows, given[i].row_stride, given[i].num_rows, given[i].offset_bytes, given[i].dim, given[i].dtype = parts[i]
+            given[i].rows = <float*>rows
+        with nogil:
+            status = (sl_cuda_unpack(given, count, <const void*>buffer, &context) if unpacks
+                      else sl_cuda_pack(given, count, <void*>buffer, &context))
+        check(status)
+    finally:
+        free(given)

@@ -90,3 +90,30 @@ cdef extern from "api/sparselift_cuda.h" nogil:
                                     int64_t* ids, float* grads, int64_t* count, const sl_cuda_context* context)
     sl_status sl_cuda_coalesced_grad(const sl_cuda_program* program, int64_t table, const sl_cuda_segment* segments, int64_t num_segments,
                                      int64_t* rows, float* grads, int64_t* count, const sl_cuda_context* context)
+
+
+# Mirrors csrc/api/sparselift_cuda_exchange.h.
+cdef extern from "api/sparselift_cuda_exchange.h" nogil:
+    ctypedef struct sl_cuda_ids:
+        const void* data
+        int64_t count
+        int32_t are_64
+        int64_t rows
+
+    ctypedef struct sl_cuda_part:
+        float* rows
+        int64_t row_stride
+        int64_t num_rows
+        int64_t offset_bytes
+        int32_t dim
+        int32_t dtype
+
+    int64_t sl_cuda_dedup_workspace_bytes(int64_t num_ids)
+    sl_status sl_cuda_dedup(const sl_cuda_ids* ids, int64_t* distinct, int32_t* slots, int64_t* count, const sl_cuda_context* context)
+    int64_t sl_cuda_bucketize_workspace_bytes(int64_t num_ids)
+    sl_status sl_cuda_bucketize(const sl_cuda_ids* ids, const int32_t* offsets, int64_t num_bags, int64_t rows_per_owner,
+                                int64_t num_owners, int64_t* rows, int32_t* sources, int32_t* lengths, const sl_cuda_context* context)
+    int64_t sl_cuda_packed_row_bytes(int64_t dim, int32_t dtype)
+    int64_t sl_cuda_pack_workspace_bytes(int64_t num_parts)
+    sl_status sl_cuda_pack(const sl_cuda_part* parts, int64_t num_parts, void* buffer, const sl_cuda_context* context)
+    sl_status sl_cuda_unpack(const sl_cuda_part* parts, int64_t num_parts, const void* buffer, const sl_cuda_context* context)
