@@ -1,4 +1,7 @@
-"""The CUDA kernels as a Python module that runs on the CPU: the source of sparselift.kernels._cuda over the emulator, for tests alone."""
+"""The CUDA kernels as a Python module that runs on the CPU: the source of sparselift.kernels._cuda over the emulator, for tests alone.
+
+Built under sanitizers with SPARSELIFT_SANITIZE=1, as the CPU kernels are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from types import ModuleType
 
 from sparselift.kernels.cuda import CudaBackend, KernelShape
 
-ROOT = Path(__file__).parents[2]
+from .emulator import ROOT, SANITIZER_FLAGS
+
 NAME = "_simt"
 SCHEDULES = ("forward", "reverse", "random:7")
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
@@ -60,8 +64,9 @@ class Simt:
 
 
 @cache
-def load(*flags: str) -> Simt:
+def load() -> Simt:
     """Builds the module, unless these sources have been built before, and imports it."""
+    flags = SANITIZER_FLAGS if bool(int(os.environ.get("SPARSELIFT_SANITIZE", "0"))) else ()
     path = ROOT / "build" / "simt" / _fingerprint(flags) / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
         _build(path, flags)
