@@ -61,7 +61,7 @@ __device__ inline void add_row(Values<kWidth> (&sums)[kVectors], const Packed<We
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-            const float value = to_float(row[v].v[i]);
+            const float value = row[v].value(i);
             sums[v].v[i] = fmaf(outer, is_rounded ? factor * value : value, sums[v].v[i]);
         }
     }
@@ -151,7 +151,7 @@ __device__ inline void take_larger(Values<kWidth> (&best)[kVectors], int32_t (&f
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-            const float value = to_float(row[v].v[i]);
+            const float value = row[v].value(i);
             const bool is_better = from[v][i] < 0 || value > best[v].v[i];
             best[v].v[i] = is_better ? value : best[v].v[i];
             from[v][i] = is_better ? k : from[v][i];

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kMaxThreads) pack_kernel(const PackPart* parts
 }
 
 __global__ void __launch_bounds__(kMaxThreads) unpack_kernel(const PackPart* parts) {
-    const PackPart part = parts[blockIdx.y];
+    const PackPart& part = parts[blockIdx.y];
     const PackRow at = row_of_thread(part);
     if (!at.is_there) return;
     const auto decode = [](auto element) { return to_float(element); };

@@ -53,6 +53,7 @@ __device__ inline void prepare_inverse(const PrepareFeature& feature, int64_t ba
     const int64_t end = lookups.offsets ? raw_boundary(feature, bag + 1) : begin + lookups.length;
     auto counted = static_cast<int32_t>(begin >= 0 && end <= lookups.count ? end - begin : 0);
     if (lookups.padding >= 0 && counted > 0) {
+#pragma unroll 1    // several ids at a time take more registers than the rest of the kernel leaves
         for (int64_t k = begin; k < end; ++k) counted -= raw_id(feature, k) == lookups.padding;
     }
     const_cast<float*>(lookups.inverse)[bag] = 1.0f / static_cast<float>(counted > 1 ? counted : 1);

@@ -19,7 +19,8 @@ struct SortPairs {
     int key_bits;
 };
 
-/// Device memory that a sort of `count` pairs needs, on this or any smaller count. Key is uint64_t: each other one would compile for ten seconds more an architecture.
+/// Device memory that a sort of `count` pairs, or of fewer, needs. Key is uint64_t: each other one would compile for ten seconds more an
+/// architecture.
 template <typename Key>
 std::size_t sort_workspace_bytes(std::int64_t count);
 

@@ -13,8 +13,7 @@ namespace sparselift::cuda {
 
 constexpr int kUpdateThreads = 256;    // a block, at most
 constexpr int kUpdateColumns = 8;
-constexpr int kUpdateLoads = 4;        // gradient vectors under way a lane, of at most
-constexpr int kUpdateFloats = 16;      // in all
+constexpr int kUpdateLoads = 4;        // gradient vectors under way a lane
 
 /// Zero but for the columns whose maximum came from lookup k.
 template <int kWidth>
@@ -27,7 +26,8 @@ __device__ inline void keep_maxima(Values<kWidth>& grad, const int32_t* maxima, 
 template <int kWidth, int kVectors>
 __device__ inline void sum_lookups(const RunArgs& args, int32_t begin, int32_t count, int32_t column, int32_t stripe, int32_t dim,
                                    Values<kWidth> (&sums)[kVectors]) {
-    constexpr int kFits = kUpdateFloats / (kVectors * kWidth), kRows = kFits < kUpdateLoads / kVectors ? kFits : kUpdateLoads / kVectors;
+    constexpr int kLoadsOfRow = kVectors * (kWidth > 4 ? kWidth / 4 : 1);      // gradients are float32, whatever the weights are
+    constexpr int kRows = kLoadsOfRow < kUpdateLoads ? kUpdateLoads / kLoadsOfRow : 1;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) sums[v] = zeros<kWidth>();
     for (int32_t k = 0; k < count; k += kRows) {
@@ -76,7 +76,7 @@ struct Row {
 struct ApplyRule {
     template <typename Weight, int kWidth, int kVectors, typename Sum>
     __device__ void operator()(const TableUpdate& table, const Row& row, const Sum& sum) const {
-        const sl_rule rule = table.rule;
+        const sl_rule& rule = table.rule;
         const Columns columns = table.columns;
         const int32_t lanes = 1 << columns.lanes_log2, stripe = kWidth * lanes, pass = kVectors * stripe;
         const bool is_rowwise = rule.kind == SL_ROWWISE_ADAGRAD, is_one_pass = columns.dim <= pass;

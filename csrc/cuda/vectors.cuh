@@ -26,11 +26,35 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return 
 template <typename Element>
 constexpr int kFullWidth = 16 / sizeof(Element);
 
+/// Element i of those that `words` hold.
+template <typename Element>
+__device__ inline float unpack(const uint32_t* words, int i);
+template <>
+__device__ inline float unpack<float>(const uint32_t* words, int i) { return __uint_as_float(words[i]); }
+template <>
+__device__ inline float unpack<__half>(const uint32_t* words, int i) {
+    return to_float(__ushort_as_half(static_cast<unsigned short>(words[i / 2] >> (i % 2 * 16))));
+}
+template <>
+__device__ inline float unpack<__nv_bfloat16>(const uint32_t* words, int i) {
+    return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+}
+
 /// What one load brings: kFullWidth elements, or one.
 template <typename Element, int kWidth>
 struct Packed {
-    static_assert(kWidth == 1 || kWidth == kFullWidth<Element>);
-    Element v[kWidth];
+    static_assert(kWidth == 1);
+    Element v[1];
+
+    __device__ float value(int) const { return to_float(v[0]); }
+};
+
+/// As it was loaded, until an element is wanted: sixteen-bit elements apart would take twice the registers while loads are under way.
+template <typename Element>
+struct Packed<Element, kFullWidth<Element>> {
+    uint32_t words[4];
+
+    __device__ float value(int i) const { return unpack<Element>(words, i); }
 };
 
 template <int kWidth>
@@ -62,8 +86,7 @@ __device__ inline Packed<Element, kWidth> load_packed(const Element* from) {
 template <typename Element, int kWidth>
 __device__ inline Packed<Element, kWidth> no_elements() {
     Packed<Element, kWidth> packed;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) packed.v[i] = from_float<Element>(0.0f);
+    memset(&packed, 0, sizeof packed);
     return packed;
 }
 
@@ -79,20 +102,20 @@ __device__ inline Values<kWidth> load_elements(const Element* from) {
     }
     Values<kWidth> values;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) values.v[i] = to_float(packed.v[i]);
+    for (int i = 0; i < kWidth; ++i) values.v[i] = packed.value(i);
     return values;
 }
 
 template <typename Element, int kWidth>
 __device__ inline void store_elements(Element* to, const Values<kWidth>& values) {
-    Packed<Element, kWidth> packed;
+    Element elements[kWidth];
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) packed.v[i] = from_float<Element>(values.v[i]);
+    for (int i = 0; i < kWidth; ++i) elements[i] = from_float<Element>(values.v[i]);
     if constexpr (kWidth == 1) {
-        *to = packed.v[0];
+        *to = elements[0];
     } else {
         uint4 bits;
-        memcpy(&bits, &packed, sizeof bits);
+        memcpy(&bits, elements, sizeof bits);
         store_vector(to, bits);
     }
 }

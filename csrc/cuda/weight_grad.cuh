@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kMaxThreads) weight_grad_kernel(WeightGradArgs
                 const auto weights = load_packed<Weight, kWidth>(row + at);
                 const auto grads = load_floats<kWidth>(grad + at, columns.vector_floats);
 #pragma unroll
-                for (int i = 0; i < kWidth; ++i) total = fmaf(to_float(weights.v[i]), grads.v[i], total);
+                for (int i = 0; i < kWidth; ++i) total = fmaf(weights.value(i), grads.v[i], total);
             }
         }
     });
