@@ -13,3 +13,16 @@ EXPORTED void simt_take_counts(std::int64_t* launches, std::int64_t* copies, std
     *synchronizations = sparselift::simt::counts.synchronizations;
     sparselift::simt::counts = {};
 }
+
+/// Whether the vector accesses of this OS thread are counted from now on.
+EXPORTED void simt_count_traffic(int on) { sparselift::simt::counts_traffic = on != 0; }
+
+/// Bytes that warps asked for and sectors that they touched, of this OS thread since the last call.
+EXPORTED void simt_take_traffic(std::int64_t* load_bytes, std::int64_t* load_sectors, std::int64_t* store_bytes, std::int64_t* store_sectors) {
+    sparselift::simt::Counts& counts = sparselift::simt::counts;
+    *load_bytes = counts.loads.bytes;
+    *load_sectors = counts.loads.sectors;
+    *store_bytes = counts.stores.bytes;
+    *store_sectors = counts.stores.sectors;
+    counts.loads = counts.stores = {};
+}

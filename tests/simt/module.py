@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -44,6 +44,24 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Vector accesses of global memory: bytes that warps asked for, and 32-byte sectors that they touched."""
+
+    load_bytes: int
+    load_sectors: int
+    store_bytes: int
+    store_sectors: int
+
+    @property
+    def load_efficiency(self) -> float:
+        return self.load_bytes / (32 * self.load_sectors)
+
+    @property
+    def store_efficiency(self) -> float:
+        return self.store_bytes / (32 * self.store_sectors)
+
+
+@dataclass(frozen=True, slots=True)
 class Simt:
     """The module and the emulator below it."""
 
@@ -58,6 +76,18 @@ class Simt:
         numbers = [ctypes.c_int64() for _ in range(3)]
         self.library.simt_take_counts(*map(ctypes.byref, numbers))
         return Counts(*(number.value for number in numbers))
+
+    def traffic(self, call: Callable[[], object]) -> Traffic:
+        """Of the launches that `call` makes."""
+        numbers = [ctypes.c_int64() for _ in range(4)]
+        self.library.simt_take_traffic(*map(ctypes.byref, numbers))
+        self.library.simt_count_traffic(1)
+        try:
+            call()
+        finally:
+            self.library.simt_count_traffic(0)
+        self.library.simt_take_traffic(*map(ctypes.byref, numbers))
+        return Traffic(*(number.value for number in numbers))
 
     def backend(self, shape: KernelShape | None = None) -> CudaBackend:
         return CudaBackend("cpu", shape or KernelShape(), NAME)

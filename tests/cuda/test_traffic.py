@@ -1,0 +1,44 @@
+"""Warps use the sectors of global memory that they touch, where rows and gradients are float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparselift.kernels.base import FeatureSpec, Segment, TableSpec, UpdateRule
+from tests.simt.module import Simt
+
+LEAST = 0.95
+ROWS, LOOKUPS, BAGS = 50, 120, 23
+
+
+def make_bags(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and offsets: bags of any length, an empty one among them."""
+    generator = torch.Generator().manual_seed(dim)
+    inner = torch.randint(0, LOOKUPS + 1, (BAGS - 2,), generator=generator).sort().values
+    return torch.randint(0, ROWS, (LOOKUPS,), generator=generator), torch.cat([torch.zeros(2, dtype=torch.int64), inner])
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256, 512])
+def test_forward(simt: Simt, dim: int) -> None:
+    table, (ids, offsets) = torch.randn(ROWS, dim), make_bags(dim)
+    program = simt.backend().compile([TableSpec("t", ROWS, dim)], [FeatureSpec("f", 0)])
+    traffic = simt.traffic(lambda: program.look_up([table], [ids], [offsets]))
+    assert traffic.load_bytes > 0 and traffic.store_bytes == BAGS * dim * 4
+    assert traffic.load_efficiency >= LEAST
+    assert traffic.store_efficiency >= LEAST
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_update(simt: Simt, dim: int, kind: str) -> None:
+    table, (ids, offsets) = torch.randn(ROWS, dim), make_bags(dim)
+    state = {"sgd": None, "adagrad": torch.ones(ROWS, dim), "rowwise_adagrad": torch.ones(ROWS)}[kind]
+    program = simt.backend().compile([TableSpec("t", ROWS, dim)], [FeatureSpec("f", 0)])
+    segments = [Segment(program.prepare([ids], [offsets]), torch.randn(BAGS, dim))]
+    traffic = simt.traffic(lambda: program.update([table], [state], [UpdateRule(kind, 0.1, 1e-3)], segments))
+    touched = len(ids.unique()) * dim
+    assert traffic.store_bytes == touched * (8 if kind == "adagrad" else 4)
+    assert traffic.load_bytes >= traffic.store_bytes
+    assert traffic.load_efficiency >= LEAST
+    assert traffic.store_efficiency >= LEAST
