@@ -71,7 +71,7 @@ def cuda_compiler() -> Path | None:
 
 
 NVCC = cuda_compiler()
-if NVCC and Path("sparselift/kernels/_cuda.pyx").is_file():
+if NVCC:
     KERNEL_SOURCES[CUDA_MODULE] = ["csrc/api/status.cpp", *sorted(glob("csrc/cuda/*.cu"))]
 
 
