@@ -2,6 +2,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <new>
 
@@ -70,13 +71,19 @@ cudaError_t Machine::run(dim3 grid, dim3 block, std::size_t shared_bytes, void (
     num_threads_ = static_cast<int>(threads);
     if (!threads_ || !stacks_.reserve(num_threads_)) return cudaErrorMemoryAllocation;
 
+    const Schedule schedule = current_schedule();
+    if (schedule.order == Order::unknown) {
+        std::snprintf(text_, sizeof text_, "SPARSELIFT_SIMT_SCHEDULE must be forward, reverse or random:SEED; got '%s'",
+                      std::getenv("SPARSELIFT_SIMT_SCHEDULE"));
+        return cudaErrorInvalidValue;
+    }
     body_ = body;
     closure_ = closure;
     error_ = cudaSuccess;
     host_.stack_bottom = nullptr;
     running_ = true;
     ++counts.launches;
-    scheduler_.start(current_schedule());
+    scheduler_.start(schedule);
     current_grid = {grid, block, {}};
     const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
     for (std::uint64_t i = 0; i < blocks && error_ == cudaSuccess; ++i) {

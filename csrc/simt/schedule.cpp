@@ -31,7 +31,7 @@ std::uint64_t pack(Schedule schedule) { return (static_cast<std::uint64_t>(sched
 std::uint64_t initial() {
     Schedule schedule;
     const char* text = std::getenv("SPARSELIFT_SIMT_SCHEDULE");
-    if (text) parse(text, schedule);
+    if (text && !parse(text, schedule)) schedule.order = Order::unknown;
     return pack(schedule);
 }
 

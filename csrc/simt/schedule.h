@@ -7,7 +7,7 @@ namespace sparselift::simt {
 
 constexpr int kMaxThreads = 1024;    // of a block, in CUDA as here
 
-enum class Order : std::uint8_t { forward, reverse, random };
+enum class Order : std::uint8_t { forward, reverse, random, unknown };
 
 struct Schedule {
     Order order = Order::forward;
@@ -15,7 +15,8 @@ struct Schedule {
 };
 
 /// "forward", "reverse" or "random:SEED"; false for any other text, which changes nothing. Concerns launches from now on, of every
-/// OS thread. Before the first call the environment variable SPARSELIFT_SIMT_SCHEDULE decides, else the order is forward.
+/// OS thread. Before the first call the environment variable SPARSELIFT_SIMT_SCHEDULE decides, else the order is forward; what that
+/// variable says and nobody understands is Order::unknown, under which nothing runs.
 bool set_schedule(const char* text);
 Schedule current_schedule();
 

@@ -98,8 +98,11 @@ def test_what_no_rule_forbids_shows_in_the_result(program: Program, case: str, s
     assert program.run(case, schedule).verdict == "wrong"
 
 
-def test_an_unknown_schedule_is_the_forward_one(program: Program) -> None:
-    assert program.run("schedules", "sideways").verdict == "right"
+def test_an_unknown_schedule_is_refused(program: Program) -> None:
+    result = program.run("shuffles", "sideways")
+    assert result.verdict == "reported"
+    assert "SPARSELIFT_SIMT_SCHEDULE must be forward, reverse or random:SEED; got 'sideways'" in result.text
+    assert program.run("schedules", "sideways").verdict == "right"             # a call overrides it
 
 
 @pytest.mark.slow
