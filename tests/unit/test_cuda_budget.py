@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,14 @@ def test_another_compiler_is_held_to_the_rules_alone(budget: ModuleType, kernel:
     assert budget.report("13.0.88", [more]) == 0
     assert budget.report("13.0.88", [replace(more, local_accesses=1)]) == 1
     assert "the budget is of nvcc 13.5.37" in capsys.readouterr().out
+
+
+def test_the_budget_itself_keeps_the_rules(budget: ModuleType) -> None:
+    release, kernels = budget.read(budget.BUDGET)
+    assert release == re.findall(r"^nvidia-cuda-nvcc==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    assert {kernel.architecture for kernel in kernels} == {80, 90, 100}
+    assert any("forward" in kernel.name for kernel in kernels)
+    assert budget.rule_failures(kernels) == []
 
 
 def test_names_lose_namespaces_and_parameters(budget: ModuleType) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from sparselift.errors import KernelError
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +45,14 @@ def test_a_demand_without_nvcc_says_where_it_was_looked_for(tmp_path: Path) -> N
     done = run("setup.py", "--version", SPARSELIFT_CUDA="1", CUDA_HOME=str(tmp_path))
     assert done.returncode != 0
     assert "there is no nvcc in CUDA_HOME" in done.stderr
+
+
+def test_the_module_imports_without_a_driver_and_names_what_is_missing() -> None:
+    module = pytest.importorskip("sparselift.kernels._cuda", reason="this build has no CUDA kernels")
+    try:
+        module.check_device()
+    except KernelError as error:
+        assert re.match(r"cudaError\w+: ", str(error))
 
 
 @pytest.mark.parametrize("variables", [{"SPARSELIFT_CUDA": "0"}, {"SPARSELIFT_CUDA": "", "CUDA_HOME": "/nowhere"}], ids=str)
