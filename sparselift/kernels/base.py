@@ -172,8 +172,9 @@ class BagProgram(ABC):
     def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
         """Pooled rows of every feature into `out`: one (B, width) float32 buffer, or one (B, D) tensor a feature.
 
-        Empty bags give zeros. Sums run in id order, in float32, so that an unweighted sum has torch's bits. Of equal maxima the first
-        counts, and of NaNs one that comes first in its bag. The batch notes where they came from (`maxima`): that is where gradients go.
+        Empty bags give zeros. Sums run in id order, in float32, so that an unweighted sum has torch's bits; on CUDA bags of more than
+        256 ids are summed in chunks of so many, and then in their order. Of equal maxima the first counts, and of NaNs one that comes
+        first in its bag. The batch notes where they came from (`maxima`): that is where gradients go.
         `tables` are contiguous (R, D) weights in the order of `tables`.
         """
 
@@ -201,7 +202,8 @@ class BagProgram(ABC):
         """Apply the optimizer's formula to every touched row, in place. A table whose rule is None is left alone, and may be None.
 
         Gradients of a row are summed over all segments in their order, inside a segment by feature and by id position
-        (float32). With coalesce="none" (sgd only) every lookup is applied by itself: w = fma(-lr, g, w).
+        (float32); on CUDA in chunks of 256, and then in their order. With coalesce="none" (sgd only) every lookup is
+        applied by itself: w = fma(-lr, g, w).
         """
 
     @abstractmethod
