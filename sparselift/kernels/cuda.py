@@ -66,7 +66,10 @@ def extension(module: str = CUDA_MODULE) -> ModuleType:
     except ImportError as error:
         raise KernelError(f"the CUDA kernels are not built ({module} cannot be imported: {error}); install nvcc and build them with: "
                           "pip install -e . --no-build-isolation") from error
-    found.check_device()
+    try:
+        found.check_device()
+    except KernelError as error:
+        raise KernelError(f"the CUDA kernels cannot run here: {error}") from None
     return found
 
 
