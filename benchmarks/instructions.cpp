@@ -88,7 +88,7 @@ struct Setting {
     std::vector<int64_t> ids, offsets, rows;
     sl_program* program = nullptr;
     sl_batch* batch = nullptr;
-    Floats table, state, weights, pooled, per_lookup;
+    Floats table, first_state, second_state, weights, pooled, per_lookup;
 
     Setting(const Case& given, int64_t columns, int32_t isa) : kernel(given), dim(columns) {
         Random random;
@@ -99,7 +99,8 @@ struct Setting {
         }
         rows.resize(ids.size());
         table = floats(kRows * dim);
-        state = floats(kRows * dim);
+        first_state = floats(kRows * dim);
+        second_state = floats(kRows * dim);
         weights = floats(lookups());
         pooled = floats(kBags * 2 * dim);
         per_lookup = floats(lookups() * dim);
@@ -171,7 +172,10 @@ void update(Setting& s) {
     rule.kind = s.kernel.rule;
     rule.lr = 0.01f;
     rule.eps = 1e-8f;
-    float *table = s.table.get(), *state = s.state.get();
+    rule.first_gain = 0.1f;
+    rule.second_gain = 0.001f;
+    float* table = s.table.get();
+    const sl_state state{s.first_state.get(), s.second_state.get()};
     check(sl_update(s.program, &table, &state, &rule, &segment, 1, 1));
 }
 
@@ -193,15 +197,17 @@ std::vector<Case> cases() {
         {"prepare", prepare},
         {"forward sum", forward},
         {"forward mean", forward, SL_MEAN},
+        {"forward max", forward, SL_MAX},
         {"forward none", forward, SL_NONE},
         {"forward weighted", forward, SL_SUM, 1},
         {"forward sum dedup", forward, SL_SUM, 0, 1},
         {"weight_grad", weight_grad, SL_SUM, 1},
     };
     const struct { const char* name; int32_t kind; } rules[] = {
-        {"sgd", SL_SGD}, {"adagrad", SL_ADAGRAD}, {"rowwise_adagrad", SL_ROWWISE_ADAGRAD}};
+        {"sgd", SL_SGD}, {"adagrad", SL_ADAGRAD}, {"rowwise_adagrad", SL_ROWWISE_ADAGRAD}, {"adam", SL_ADAM}};
     const struct { const char* name; int32_t method; bool sums; } methods[] = {
-        {"chain", SL_COALESCE_CHAIN, true}, {"sort", SL_COALESCE_SORT, true}, {"none", SL_COALESCE_NONE, false}};
+        {"chain", SL_COALESCE_CHAIN, true}, {"sort", SL_COALESCE_SORT, true}, {"dense", SL_COALESCE_DENSE, true},
+        {"none", SL_COALESCE_NONE, false}};
     for (const auto& rule : rules)
         for (const auto& method : methods)
             if (method.sums || rule.kind == SL_SGD)      // the others need a row's whole gradient
