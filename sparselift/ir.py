@@ -248,6 +248,8 @@ class Graph:
     def explain(self) -> str:
         """Every embedding module: how it was lifted, or why not."""
         lines = [line for feature in self.structure.features for line in _feature_text(self, feature)]
+        lifted = {name for feature in self.structure.features for name in (feature.name, feature.module)}
+        lines += [f"{name}: {note}" for name, note in self.notes.items() if name not in lifted]
         if self.refusals:
             lines += ["", "not lifted:", *(f"  {refusal}" for refusal in self.refusals)]
         lines += ["", "seen by:", *(f"  {name}: {what}" for name, what in self.frontends.items())]

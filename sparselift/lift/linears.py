@@ -12,8 +12,8 @@ from sparselift.ir import Linear
 from sparselift.rules import Rule, first
 
 LINEAR_RULES = (
-    Rule("a subclass", lambda m: type(m) is not nn.Linear, "{where} is a subclass, whose forward may compute something else"),
     Rule("a parametrized weight", parametrize.is_parametrized, "its weight is parametrized, so it is computed anew at every forward"),
+    Rule("a subclass", lambda m: type(m) is not nn.Linear, "{where} is a subclass, whose forward may compute something else"),
     Rule("a replaced forward", lambda m: "forward" in m.__dict__, "its forward has been replaced on the instance"),
     Rule("a weight that is no parameter", lambda m: not all(isinstance(m._parameters.get(name), (nn.Parameter, type(None)))
                                                             for name in ("weight", "bias")) or m._parameters.get("weight") is None,

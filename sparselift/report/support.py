@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from sparselift.functional.routes import FOREIGN_TABLES, UNFUSED_OPTIONS, UNFUSED_TABLES
 from sparselift.grad import LAZY_OPERATIONS
+from sparselift.lift.linears import LINEAR_RULES
 from sparselift.lift.modules import MODULE_RULES, UPDATE_RULES, WEIGHT_RULES
 from sparselift.optim import OPTIMIZER_RULES
 from sparselift.rules import Rule, in_general
@@ -48,6 +49,15 @@ Updates of these optimizers run fused with the sum of duplicate gradients, but f
 Any other optimizer, subclasses included, updates the tables itself. It gets torch's sparse gradient (`update=native`), or one whose
 duplicates a kernel has summed (`update=coalesced`); `sparselift.explain(model)` counts such updates with their reason.
 
+## Linear layers under a plan
+
+With `linear=onednn` every `nn.Linear` runs in oneDNN, but for these, which `graph.explain()` names. Calls of the others that the library
+does not take run in torch one by one, and `sparselift.explain(model)` counts them:
+
+| stays with torch | reason |
+|---|---|
+{linears}
+
 ## Gradients
 
 A lifted table's `.grad` is a tensor of the layout that torch's gradient would have. These operations are answered without computing it:
@@ -64,6 +74,7 @@ def page() -> str:
     return _PAGE.format(
         lookups=_rows((rule.what, f"torch: {in_general(rule.reason)}") for rule in (*FOREIGN_TABLES, *UNFUSED_OPTIONS, *UNFUSED_TABLES)),
         modules=_rows(_case(rule) for rule in (*MODULE_RULES, *WEIGHT_RULES, *UPDATE_RULES)),
+        linears=_rows((rule.what, in_general(rule.reason)) for rule in LINEAR_RULES),
         optimizers=_rows((f"`{kind.__name__}`", rule.what, in_general(rule.reason))
                          for kind, rules in OPTIMIZER_RULES.items() for rule in rules),
         gradients=", ".join(f"`{name}`" for name in sorted({str(name).removeprefix("aten.") for name in LAZY_OPERATIONS})) + ".")

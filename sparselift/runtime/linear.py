@@ -54,10 +54,10 @@ class DenseLayers:
             report("linear layers", "this torch has no oneDNN operator for them")
             return
         roads = {layer: LinearForward(self, path, layer) for path, layer in layers.items()
-                 if type(layer) is nn.Linear and "forward" not in layer.__dict__}
+                 if type(layer) is nn.Linear and _is_free(layer)}
         self.forwards.update({road.path: road for road in roads.values()})
         for path, chain in modules.items():
-            if type(chain) is nn.Sequential and "forward" not in chain.__dict__:
+            if type(chain) is nn.Sequential and _is_free(chain):
                 fused = {layer: roads[layer] for layer, _ in pairs(chain) if layer in roads}
                 if fused:
                     self.forwards[path] = ChainForward(self, path, chain, fused)
@@ -150,6 +150,12 @@ class ChainForward:
             self.owner.report(road.path, "its ReLU ran by itself: one of the two has hooks or a replaced forward")
             return None
         return road.run(input, True)
+
+
+def _is_free(module: nn.Module) -> bool:
+    """Whether a module's forward is torch's, or one of ours, which another plan has there for now."""
+    forward = module.__dict__.get("forward")
+    return forward is None or isinstance(getattr(forward, "__self__", None), (LinearForward, ChainForward))
 
 
 class _Linear(torch.autograd.Function):
