@@ -61,10 +61,10 @@ def picked_pairs(index: Any) -> tuple[Tensor, Tensor] | None:
     return rows, columns
 
 
-def names_pairs(spec: InteractionSpec, rows: Tensor, columns: Tensor) -> bool:
-    """Whether an index picks the pairs of a spec, in its order; (i, j) and (j, i) have one product."""
-    own = spec.pairs()
-    return any(torch.equal(rows, i) and torch.equal(columns, j) for i, j in ((own[0], own[1]), (own[1], own[0])))
+def name_pairs(pairs: Tensor, rows: Tensor, columns: Tensor) -> bool:
+    """Whether an index picks these pairs (2, P), in their order; (i, j) and (j, i) have one product."""
+    first, second = pairs
+    return any(torch.equal(rows, i) and torch.equal(columns, j) for i, j in ((first, second), (second, first)))
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Products:
         count, dim = products.before[1].shape[1:]
         for order in ORDERS:
             for diagonal in (False, True):
-                if names_pairs(InteractionSpec(count, dim, order, diagonal), *pairs):
+                if name_pairs(InteractionSpec(count, dim, order, diagonal).pairs(), *pairs):
                     return _Step("triangle", products.cat, result, (*products.before, products.tensor), order, diagonal)
         return None
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparselift.functional.interaction import Interactor, is_lowered
 from sparselift.kernels.interaction import InteractionSpec
-from sparselift.lift.products import MULTIPLICATIONS, TRANSPOSES, VIEWS, flips, names_pairs, picked_pairs, stacks
+from sparselift.lift.products import MULTIPLICATIONS, TRANSPOSES, VIEWS, flips, name_pairs, picked_pairs, stacks
 from sparselift.ops import nobody_watches
 from sparselift.runtime._hot import version_of
 
@@ -52,14 +52,14 @@ class Crossing:
         self.calls = 0
         self.report: Callable[[str, str], None] | None = None
         self._open = False                                   # a concat was handed out, and neither an output nor a report came of it
-        self._known: tuple[Any, ...] | None = None           # the last index tensors that named the pairs, and their versions
+        self._pairs = spec.pairs()
 
     def __str__(self) -> str:
         return (f"{self.name}: products of {self.spec.num_vectors} vectors in one kernel, straight into the next layer's input: "
                 f"{self.calls} times")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None, "_open": False}
+        return {**self.__dict__, "_open": False}
 
     def start(self, whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """The result of the concat of `parts`, followed from now on."""
@@ -80,15 +80,8 @@ class Crossing:
         self._open, self.calls = False, self.calls + 1
 
     def names_pairs(self, rows: Tensor, columns: Tensor) -> bool:
-        """Whether an index picks the recorded pairs."""
-        known = self._known
-        versions = version_of(rows), version_of(columns)
-        if known is not None and rows is known[0] and columns is known[1] and versions == known[2]:
-            return True
-        if rows.shape != (self.spec.num_pairs,) or rows.shape != columns.shape or not names_pairs(self.spec, rows, columns):
-            return False
-        self._known = (rows, columns, versions) if min(versions) >= 0 else None       # else a write to them would not show
-        return True
+        """Whether an index picks the recorded pairs. Compared anew in every forward: it costs less than to know that nobody wrote to it."""
+        return name_pairs(self._pairs, rows, columns)
 
 
 class _Whole:
@@ -279,14 +272,17 @@ class Products(Tensor):
         return products
 
     def made(self) -> Tensor:
-        """By torch, as at the time of the product."""
+        """By torch, as at the time of the product, and from then on."""
         if self._made is None:
-            root = self._root
-            if version_of(self._factors[0]) != root.version:
-                raise RuntimeError(f"the products of an interaction were used after its input was modified in place; {_REMEDY}")
-            with torch.set_grad_enabled(root.grad_mode):
-                self._made = torch.bmm(*self._factors)
+            with torch.set_grad_enabled(self._root.grad_mode):
+                self._made = self.multiplied()
         return self._made
+
+    def multiplied(self) -> Tensor:
+        """By torch, now."""
+        if version_of(self._factors[0]) != self._root.version:
+            raise RuntimeError(f"the products of an interaction were used after its input was modified in place; {_REMEDY}")
+        return torch.bmm(*self._factors)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -300,13 +296,14 @@ class Products(Tensor):
                     return triangle
             if any(leaf._root.picked for leaf in tree_leaves((args, kwargs)) if type(leaf) is Products):
                 refuse_late(func)
-            args, kwargs = _made_all(args, kwargs, _name(func))
+            args, kwargs = _replaced(Products.made, args, kwargs, func)
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (),  # type: ignore[override]
                            kwargs: dict[str, Any] | None = None) -> Any:
-        args, kwargs = _made_all(args, kwargs or {}, _name(func))
+        # Below autograd: what is made here has no graph, and is not kept for those who need one.
+        args, kwargs = _replaced(Products.multiplied, args, kwargs or {}, func)
         return func(*args, **kwargs)
 
     def _picked(self, index: Any) -> Tensor | None:
@@ -317,12 +314,12 @@ class Products(Tensor):
         return _follow_from(self._output[:, root.crossing.spec.dim:], _Triangle(root, self._output))
 
 
-def _made_all(args: Any, kwargs: Any, user: str) -> Any:
-    def made(products: Products) -> Tensor:
-        products._root.crossing.aside(f"its products were used by {user}")
-        return products.made()
+def _replaced(make: Callable[[Products], Tensor], args: Any, kwargs: Any, user: Any) -> Any:
+    def replace(products: Products) -> Tensor:
+        products._root.crossing.aside(f"its products were used by {_name(user)}")
+        return make(products)
 
-    return tree_map_only(Products, made, (args, kwargs))
+    return tree_map_only(Products, replace, (args, kwargs))
 
 
 class _Unmade(torch.autograd.Function):

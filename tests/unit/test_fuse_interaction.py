@@ -387,6 +387,14 @@ def products_into_own_functions(model: Any, x: Tensor, ly: Sequence[Tensor]) -> 
     return torch.cat([x, products[:, model.pairs[0], model.pairs[1]]], 1)
 
 
+def products_past_python(model: Any, x: Tensor, ly: Sequence[Tensor]) -> Tensor:
+    vectors = torch.cat([x, *ly], 1).view(len(x), NUM, DIM)
+    products = torch.bmm(vectors, vectors.transpose(1, 2))
+    with torch._C.DisableTorchFunctionSubclass():
+        scale = products.mean()
+    return torch.cat([x, products[:, model.pairs[0], model.pairs[1]]], 1) * scale + products.sum()
+
+
 def triangle_into_own_functions(model: Any, x: Tensor, ly: Sequence[Tensor]) -> Tensor:
     vectors = torch.cat([x, *ly], 1).view(len(x), NUM, DIM)
     return torch.cat([x, Square.apply(torch.bmm(vectors, vectors.transpose(1, 2))[:, model.pairs[0], model.pairs[1]])], 1)
@@ -420,7 +428,8 @@ def copied(model: Any, x: Tensor, ly: Sequence[Tensor]) -> Tensor:
 
 DEVIATIONS = [whole_too, whole_alone, products_too, products_first, triangle_too, triangle_changed, dense_changed, twice, in_another_order,
               detached, picked_without_gradient, hooked, hooked_products, hooked_triangle, hooked_dense, into_own_functions,
-              products_into_own_functions, triangle_into_own_functions, in_smaller_dtype, in_checkpoint, in_reentrant_checkpoint, copied,
+              products_into_own_functions, products_past_python, triangle_into_own_functions, in_smaller_dtype, in_checkpoint,
+              in_reentrant_checkpoint, copied,
               other_pairs, read_twice, scaled, of_another, behind_another, dense_last, vectors_changed]
 
 
@@ -430,7 +439,8 @@ def test_any_other_forward_means_what_it_means_natively(interact: Interact) -> N
     for seed in range(2):
         assert_alike(native, planned, batch(seed))
     # Some interact in the recorded way before they do something else; and what never joins the lookups is no step aside of this one.
-    stays = interact in (hooked_dense, twice, products_too, triangle_too, whole_too, read_twice, in_reentrant_checkpoint)
+    stays = interact in (hooked_dense, twice, products_too, triangle_too, whole_too, read_twice, in_reentrant_checkpoint,
+                         products_past_python)
     assert crossing.calls == (2 if stays else 0)
     assert stays or interact is dense_last or "stepped aside: interaction" in sl.explain(planned)
     if "hooked" not in interact.__name__:
