@@ -90,12 +90,19 @@ def workload(model: nn.Module, **options: Any) -> sl.Workload:
     return sl.Workload("w", model, torch.optim.SGD(model.parameters(), lr=0.05), loss_of, batches, uses=frozenset(), **options)
 
 
+ALONE = sl.Constraints(pin={"linear": "native"})       # on every processor
+
+
+def plan_of(work: sl.Workload) -> sl.Plan:
+    return default_plan(sl.lift(work), ALONE)
+
+
 def pair(interact: Interact, width: int = DIM + NUM * (NUM - 1) // 2) -> tuple[Model, Model, Crossing]:
     """A native and a planned model. The plan is made from a forward that interacts in the recorded way."""
     native = Model(buffered, width)
     planned = copy.deepcopy(native)
     work = workload(planned)
-    sl.apply(default_plan(sl.lift(work)), planned, work.optimizer)
+    sl.apply(plan_of(work), planned, work.optimizer)
     native.interact = planned.interact = interact
     return native, planned, crossing_of(planned)
 
@@ -176,7 +183,7 @@ def now_and_then(model: Any, x: Tensor, ly: Sequence[Tensor]) -> Tensor:
 def test_nothing_else_is_taken_for_one(interact: Interact) -> None:
     graph = sl.lift(workload(Model(interact)))
     assert graph.structure.concats and not graph.structure.interactions
-    assert default_plan(graph).config.policy["interaction"] is False
+    assert default_plan(graph, ALONE).config.policy["interaction"] is False
 
 
 # What runs
@@ -188,7 +195,7 @@ def test_training_is_the_same(form: str) -> None:
     native = Model(interact, DIM + NUM * (NUM - 1) // 2 + NUM * diagonal)
     planned = copy.deepcopy(native)
     work = workload(planned)
-    sl.apply(default_plan(sl.lift(work)), planned, work.optimizer)
+    sl.apply(plan_of(work), planned, work.optimizer)
     optimizer = torch.optim.SGD(native.parameters(), lr=0.05)
     for seed in range(6):
         given = batch(seed, bags=0 if seed == 3 and interact is not listed and interact is not with_itself else seed + 1)
@@ -535,7 +542,7 @@ def test_compiled_parts_of_a_forward_take_its_tensors() -> None:
 
 
 def test_denied_or_bitwise_plans_leave_it_to_torch() -> None:
-    for constraints in (sl.Constraints(deny=("fuse_interaction",)), sl.Constraints(equivalence="bitwise")):
+    for constraints in (sl.Constraints(deny=("fuse_interaction", "linear_library")), sl.Constraints(equivalence="bitwise")):
         model = Model(buffered)
         native, work = copy.deepcopy(model), workload(model)
         plan = default_plan(sl.lift(work), constraints)
@@ -576,7 +583,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
 
 def test_a_right_one_is_certified() -> None:
     work = workload(Model(buffered))
-    plan = default_plan(sl.lift(work))
+    plan = plan_of(work)
     certificate = sl.verify(plan, work)
     assert certificate.exact["interaction"] and certificate.exact["interaction gradient"]
     assert 0 < certificate.real["interactions"] < 1 and 0 < certificate.real["gradients of a step"] < 0.1
@@ -586,7 +593,7 @@ def test_a_right_one_is_certified() -> None:
                                    "a gradient without the dense vector's", "half a gradient"])
 def test_faults_fail_the_certificate(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     work = workload(Model(buffered))
-    plan = default_plan(sl.lift(work))
+    plan = plan_of(work)
     planted(monkeypatch, fault)
     with pytest.raises(EquivalenceError, match="interaction"):
         sl.verify(plan, work)
@@ -595,7 +602,7 @@ def test_faults_fail_the_certificate(monkeypatch: pytest.MonkeyPatch, fault: str
 def test_a_whole_step_with_wrong_gradients_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparselift.verify.dense import check_gradients
     work = workload(Model(buffered))
-    plan = default_plan(sl.lift(work))
+    plan = plan_of(work)
     schedule = build_schedule(plan.structure, plan.config)
     assert check_gradients(plan.structure, schedule, work, batch(), "cpu")["gradients of a step"] < 0.1
     planted(monkeypatch, "half a gradient")
