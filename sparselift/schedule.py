@@ -23,6 +23,7 @@ class TableSchedule:
     partition: str                 # "bag" or "table"
     dedup: bool
     huge_pages: bool
+    stores: str                    # "cached" or "streamed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +84,5 @@ def _table_schedule(table: Table, knobs: Mapping[str, Value]) -> TableSchedule:
     return TableSchedule(
         update=str(knobs["update"]), coalesce=str(knobs["coalesce"]), prefetch=int(knobs["prefetch"]), partition=str(knobs["partition"]),
         dedup=bool(knobs["dedup"]), huge_pages=knobs["huge_pages"] == "madvise" and wants_huge_pages(table),
+        stores=str(knobs["stores"]),
     )

@@ -19,6 +19,7 @@ enum { SL_OK = 0, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UN
 enum { SL_SUM = 0, SL_MEAN, SL_NONE, SL_MAX };
 enum { SL_COALESCE_CHAIN = 0, SL_COALESCE_NONE, SL_COALESCE_SORT, SL_COALESCE_DENSE };
 enum { SL_PARTITION_BAG = 0, SL_PARTITION_TABLE };
+enum { SL_STORES_AUTO = 0, SL_STORES_CACHED, SL_STORES_STREAMED };
 enum { SL_RULE_ABSENT = 0, SL_SGD, SL_ADAGRAD, SL_ROWWISE_ADAGRAD, SL_ADAM };
 enum { SL_ISA_PORTABLE = 0, SL_ISA_AVX2, SL_ISA_AVX512, SL_NUM_ISAS };
 
@@ -32,6 +33,7 @@ typedef struct {
     int32_t partition;
     int32_t prefetch;      /* rows ahead of use; 0: off */
     int32_t dedup;
+    int32_t stores;        /* how outputs in whole, aligned cache lines are written */
 } sl_table;
 
 typedef struct {

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kParallelCost = 1 << 16;       // floats gathered; below, a region costs more than it saves
 constexpr int kTasksPerThread = 8;
-constexpr int64_t kStreamBytes = 1 << 20;        // outputs of that size have left L2 before anyone reads them
+constexpr int64_t kStreamBytes = 1 << 20;        // outputs of that size have left L2 before anyone reads them; SL_STORES_AUTO
 
 int64_t cost_of(const Lookups& lookups, int64_t dim) { return lookups.count * (dim + 16) + lookups.num_bags * (dim + 16); }
 
@@ -41,7 +41,8 @@ void plan(sl_program& program, const sl_batch& batch, int threads) {
         std::stable_sort(tasks.begin(), tasks.end(), [](const ForwardTask& a, const ForwardTask& b) { return a.cost > b.cost; });
 }
 
-ForwardArgs arguments(const sl_table& table, const float* weights, const Lookups& lookups, const sl_matrix& output, bool stream) {
+ForwardArgs arguments(const sl_table& table, const float* weights, const Lookups& lookups, const sl_matrix& output, bool large) {
+    const bool stream = table.stores == SL_STORES_STREAMED || (table.stores == SL_STORES_AUTO && large);
     const bool whole_lines = (reinterpret_cast<uintptr_t>(output.data) | static_cast<uintptr_t>(output.row_stride * 4) |
                               static_cast<uintptr_t>(table.dim * 4)) % 64 == 0;
     return {weights, table.dim, lookups, output.data, output.row_stride, 0, lookups.num_bags, table.prefetch, stream && whole_lines};
@@ -75,7 +76,7 @@ DedupSize dedup_size(const sl_program& program, const sl_batch& batch) {
 
 /// Gathers the distinct rows of a table, then pools from the compact copy. Heads are clean again afterwards.
 void forward_deduplicated(sl_program& program, int32_t t, const float* weights, const sl_batch& batch, const sl_matrix* outputs,
-                          bool stream, Workspace& workspace) {
+                          bool large, Workspace& workspace) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
     const auto& features = program.table_features[static_cast<size_t>(t)];
     UpdateArgs slots{};
@@ -94,7 +95,9 @@ void forward_deduplicated(sl_program& program, int32_t t, const float* weights, 
     distinct.length = 1;
     distinct.padding = -1;
     distinct.pooling = SL_NONE;
-    program.kernels->forward(arguments(table, weights, distinct, {gathered, table.dim}, false));
+    ForwardArgs gather = arguments(table, weights, distinct, {gathered, table.dim}, false);
+    gather.stream = 0;                     // read again at once
+    program.kernels->forward(gather);
     first = 0;
     for (int32_t f : features) {
         Lookups lookups = batch.lookups[f];
@@ -104,7 +107,7 @@ void forward_deduplicated(sl_program& program, int32_t t, const float* weights, 
             const int32_t head = slots.heads[lookups.padding];
             lookups.padding = head ? head - 1 : INT32_MAX;      // INT32_MAX: no id of the batch
         }
-        program.kernels->forward(arguments(table, gathered, lookups, outputs[f], stream));
+        program.kernels->forward(arguments(table, gathered, lookups, outputs[f], large));
     }
     for (int64_t i = 0; i < num_rows; ++i) slots.heads[slots.rows[i]] = 0;
 }
@@ -136,15 +139,15 @@ extern "C" sl_status sl_forward(sl_program* program, const float* const* tables,
             for (const ForwardTask& task : program->forward_tasks)
                 if (task.feature < 0) program->heads[static_cast<size_t>(task.table)].of<int32_t>(program->tables[static_cast<size_t>(task.table)].rows);
         }
-        const bool stream = output_bytes(*program, *batch) >= kStreamBytes;
+        const bool large = output_bytes(*program, *batch) >= kStreamBytes;
         run_tasks(threads, static_cast<int64_t>(program->forward_tasks.size()), [&](int64_t i, int worker) {
             const ForwardTask& task = program->forward_tasks[static_cast<size_t>(i)];
             const sl_table& table = program->tables[static_cast<size_t>(task.table)];
             if (task.feature < 0) {
-                forward_deduplicated(*program, task.table, tables[task.table], *batch, outputs, stream, program->workspace(worker));
+                forward_deduplicated(*program, task.table, tables[task.table], *batch, outputs, large, program->workspace(worker));
                 return;
             }
-            ForwardArgs args = arguments(table, tables[task.table], batch->lookups[task.feature], outputs[task.feature], stream);
+            ForwardArgs args = arguments(table, tables[task.table], batch->lookups[task.feature], outputs[task.feature], large);
             args.first_bag = task.first_bag;
             args.last_bag = task.last_bag;
             program->kernels->forward(args);

@@ -22,6 +22,7 @@ cdef extern from "api/sparselift_cpu.h" nogil:
         int32_t partition
         int32_t prefetch
         int32_t dedup
+        int32_t stores
 
     ctypedef struct sl_feature:
         int32_t table

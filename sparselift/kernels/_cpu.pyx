@@ -16,7 +16,7 @@ from torch import Tensor, get_num_threads
 
 from sparselift.errors import KernelError
 from sparselift.kernels import checks
-from sparselift.kernels.base import COALESCE_METHODS, PARTITIONS, POOLINGS, UPDATE_RULES
+from sparselift.kernels.base import COALESCE_METHODS, PARTITIONS, POOLINGS, STORES, UPDATE_RULES
 
 cdef sl_dl_exchange* exchange = exchange_of(Tensor)
 cdef PyTypeObject* tensor_type = <PyTypeObject*>Tensor
@@ -211,6 +211,7 @@ cdef class Program:
         spec.rows, spec.dim = table.rows, table.dim
         spec.coalesce, spec.partition = COALESCE_METHODS.index(table.knobs.coalesce), PARTITIONS.index(table.knobs.partition)
         spec.prefetch, spec.dedup = min(table.knobs.prefetch, 2**20), table.knobs.dedup
+        spec.stores = STORES.index(table.knobs.stores)
         return 0
 
     cdef int _describe_feature(self, object feature, sl_feature* spec) except -1:

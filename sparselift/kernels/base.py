@@ -20,6 +20,7 @@ from sparselift.dtypes import torch_dtype
 POOLINGS = ("sum", "mean", "none", "max")
 COALESCE_METHODS = ("chain", "none", "sort", "dense")
 PARTITIONS = ("bag", "table")
+STORES = ("auto", "cached", "streamed")
 UPDATE_RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
 # What a rule keeps of a table: nothing, Adagrad's sums, or Adam's first and second moments.
@@ -36,6 +37,7 @@ class TableKnobs:
     prefetch: int = 64             # rows ahead of use to prefetch; 0 is off
     partition: str = "bag"         # forward work split among threads by "bag" or by "table"
     dedup: bool = False            # forward: gather each distinct row once, then pool from the gathered copy
+    stores: str = "auto"           # forward: outputs of whole, aligned cache lines go past the caches ("streamed") or not ("cached")
 
 
 @dataclass(frozen=True, slots=True)

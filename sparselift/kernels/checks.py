@@ -15,6 +15,7 @@ from .base import (
     COALESCE_METHODS,
     PARTITIONS,
     POOLINGS,
+    STORES,
     UPDATE_RULES,
     BagProgram,
     FeatureSpec,
@@ -43,6 +44,7 @@ def check_specs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], *,
             raise ValueError(f"{where}: weights must be {' or '.join(weight_dtypes)}; got {table.dtype}")
         _one_of(where, "coalesce", table.knobs.coalesce, COALESCE_METHODS)
         _one_of(where, "partition", table.knobs.partition, PARTITIONS)
+        _one_of(where, "stores", table.knobs.stores, STORES)
         if table.knobs.prefetch < 0:
             raise ValueError(f"{where}: prefetch must not be negative; got {table.knobs.prefetch}")
     for feature in features:

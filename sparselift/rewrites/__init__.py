@@ -12,12 +12,13 @@ from sparselift.rewrites.interaction import FuseInteraction
 from sparselift.rewrites.linear import LinearLibrary
 from sparselift.rewrites.partition import Partition
 from sparselift.rewrites.prefetch import Prefetch
+from sparselift.rewrites.stores import Stores
 
 __all__ = ["CATALOG", "EQUIVALENCES", "Knob", "Rewrite", "Site", "SizeClass", "Value", "catalog_table", "same", "weakest"]
 
 # In the order in which their transforms are applied: what changes one table's nodes first, then what joins them into calls.
-CATALOG: tuple[Rewrite, ...] = (FuseUpdate(), Dedup(), Prefetch(), Partition(), HugePages(), GroupTables(), FuseConcat(), FuseInteraction(),
-                               LinearLibrary())
+CATALOG: tuple[Rewrite, ...] = (FuseUpdate(), Dedup(), Prefetch(), Partition(), Stores(), HugePages(), GroupTables(), FuseConcat(),
+                               FuseInteraction(), LinearLibrary())
 
 
 def catalog_table() -> str:

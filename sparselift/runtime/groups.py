@@ -112,7 +112,7 @@ class LookupGroup:
         for table in self.tables:
             k = self.knobs[table.name]
             specs.append(TableSpec(table.name, table.rows, table.dim, table.dtype,
-                                   TableKnobs(k.coalesce, k.prefetch, k.partition, k.dedup)))
+                                   TableKnobs(k.coalesce, k.prefetch, k.partition, k.dedup, k.stores)))
         return specs
 
     def _feature_specs(self) -> list[FeatureSpec]:

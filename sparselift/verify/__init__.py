@@ -116,5 +116,6 @@ class Certifier:
 
 def _numbers(schedule: Schedule) -> dict[str, Any]:
     """The schedule without what cannot change a number: hints to the memory system."""
-    tables = {name: asdict(replace(knobs, prefetch=0, huge_pages=False)) for name, knobs in (schedule.tables or {}).items()}
+    hints = {"prefetch": 0, "huge_pages": False, "stores": ""}
+    tables = {name: {**asdict(knobs), **hints} for name, knobs in (schedule.tables or {}).items()}
     return {"path": schedule.path, "groups": [asdict(group) for group in schedule.groups], "tables": tables, "linear": schedule.linear}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparselift.kernels.base import (
     COALESCE_METHODS,
+    STORES,
     BagProgram,
     FeatureSpec,
     IndexBatch,
@@ -109,7 +110,7 @@ class TestKernels:
         case.weights = [torch.randn(w.shape, generator=torch.Generator().manual_seed(3)) for w in case.weights]
         results = []
         for knobs in ({}, {"prefetch": 0}, {"prefetch": 3}, {"prefetch": 1000}, {"partition": "table"}, {"dedup": True},
-                      {"dedup": True, "prefetch": 0}):
+                      {"dedup": True, "prefetch": 0}, {"stores": "cached"}, {"stores": "streamed"}, {"stores": "streamed", "dedup": True}):
             program = with_knobs(case, **knobs).compile(backend)
             batch = case.prepare(program)
             outputs = case.outputs(batch)
@@ -117,6 +118,23 @@ class TestKernels:
             program.forward(case.weights, batch, outputs)
             results.append(outputs)
             assert all(torch.equal(a, b) for a, b in zip(results[0], outputs)), knobs
+
+    @pytest.mark.parametrize("stores", STORES)
+    @pytest.mark.parametrize("dim", [8, 16, 64, 80, 512])
+    @pytest.mark.parametrize("shift", [0, 1, 16])
+    def test_every_way_to_store_whole_lines(self, backend, stores, dim, shift):
+        """Rows of whole cache lines and others, on aligned memory and beside it, into columns of a wider buffer."""
+        case = with_knobs(random_case(2, (dim,) * 2, pooling=["sum", "max"]), stores=stores)
+        program = case.compile(backend)
+        batch = case.prepare(program)
+        width = 2 * dim + 16
+        block = torch.full((7 * width + 32,), 77.0)
+        start = (-block.data_ptr() // 4) % 16 + shift
+        buffer = block[start:start + 7 * width].view(7, width)
+        program.forward(case.weights, batch, buffer)
+        for feature, spec in enumerate(case.features):
+            assert np.array_equal(buffer[:, spec.column:spec.column + dim].numpy(), pooled(case, feature))
+        assert (buffer[:, 2 * dim:] == 77).all() and (block[:start] == 77).all() and (block[start + 7 * width:] == 77).all()
 
     @pytest.mark.parametrize("dim", DIMS)
     def test_forward_of_any_dim(self, backend, dim):

@@ -153,6 +153,7 @@ class TestRefusals:
         ({"dtype": "float64"}, {}, "table 't': weights must be float32.*; got float64"),
         ({"knobs": TableKnobs(coalesce="hash")}, {}, "table 't': coalesce must be one of chain, none, sort, dense; got 'hash'"),
         ({"knobs": TableKnobs(partition="row")}, {}, "table 't': partition must be one of bag, table; got 'row'"),
+        ({"knobs": TableKnobs(stores="nt")}, {}, "table 't': stores must be one of auto, cached, streamed; got 'nt'"),
         ({"knobs": TableKnobs(prefetch=-1)}, {}, "table 't': prefetch must not be negative; got -1"),
         ({}, {"table": 1}, "feature 'f': table must be a position among the 1 tables; got 1"),
         ({}, {"pooling": "min"}, "feature 'f': pooling must be one of sum, mean, none, max; got 'min'"),

@@ -11,14 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparselift.kernels import available_backends, get_backend
-from sparselift.kernels.base import COALESCE_METHODS, POOLINGS, UPDATE_RULES, FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from sparselift.kernels.base import (
+    COALESCE_METHODS,
+    POOLINGS,
+    STORES,
+    UPDATE_RULES,
+    FeatureSpec,
+    Segment,
+    TableKnobs,
+    TableSpec,
+    UpdateRule,
+)
 from tests.contract.naive import Case, fresh_state, parts_of, random_case, random_grads
 
 BACKENDS = [name for name in available_backends() if name.startswith("cpu-")]
 pytestmark = pytest.mark.skipif(not BACKENDS, reason="the CPU kernels are not built")
 REFERENCE = get_backend("reference")
 knobs = st.builds(TableKnobs, coalesce=st.sampled_from(COALESCE_METHODS), prefetch=st.integers(0, 40),
-                  partition=st.sampled_from(["bag", "table"]), dedup=st.booleans())
+                  partition=st.sampled_from(["bag", "table"]), dedup=st.booleans(), stores=st.sampled_from(STORES))
 
 
 @st.composite

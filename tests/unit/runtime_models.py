@@ -63,7 +63,7 @@ def schedule(structure: Structure, *, concat: bool = True, prelude: bool = True,
     names = tuple(f.name for f in structure.features)
     groups = (GroupSchedule(names, True, structure.concats[0].name if concat else None),) if prelude \
         else tuple(GroupSchedule((name,), False) for name in names)
-    knobs = TableSchedule(update, coalesce, 8, "bag", False, False)
+    knobs = TableSchedule(update, coalesce, 8, "bag", False, False, "cached")
     return Schedule("planned", groups, {t.name: knobs for t in structure.tables})
 
 

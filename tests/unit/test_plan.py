@@ -382,7 +382,7 @@ def test_show_says_what_was_chosen_and_how_fast_it_is() -> None:
     text = str(measured())
     for part in ("plan for example: planned, bitwise, measured", "3 tables, 3 lookups, 2,000,300 rows, 122.1 MiB; batch 64; SGD",
                  "native step   41.2 ms [41, 41.4]", "planned step  27.5 ms", "default step  28 ms", "1.498x [1.480, 1.516] over native",
-                 "8 complete, 1 failed, 1 pruned", "policy  group_by=all  concat=True", f"{BIG}  (1 table, 2,000,000 rows, 122.1 MiB)",
+                 "9 complete, 1 failed, 1 pruned", "policy  group_by=all  concat=True", f"{BIG}  (1 table, 2,000,000 rows, 122.1 MiB)",
                  "huge_pages=madvise", "fastest of 10", "constraints that bound: none", "kernels reference, steps 3"):
         assert part in text, text
 
@@ -396,7 +396,7 @@ def test_explain_names_every_table_and_every_rejected_choice() -> None:
     text = explain(measured())
     for t in small_graph().structure.tables:
         assert t.name in text
-    for knob in ("group_by", "concat", "update", "coalesce", "dedup", "prefetch", "partition", "huge_pages"):
+    for knob in ("group_by", "concat", "update", "coalesce", "dedup", "prefetch", "partition", "stores", "huge_pages"):
         assert re.search(rf"not {knob}=", text), knob
     for part in ("not group_by='none': at best 1.25x native (trial 2, group_by=none), against 1.5x",
                  "not partition='table': trial 8: pruned: partition=table went wrong", "not prefetch=8 or 32 or 128: not tried",

@@ -282,6 +282,19 @@ def test_huge_pages_are_for_large_tables() -> None:
     assert by_name("huge_pages").memory_bytes(g, whole(g), {"huge_pages": "madvise"}) == 62 * 2**21 - 2_000_000 * 64
 
 
+def test_streaming_stores_are_for_rows_of_whole_lines() -> None:
+    g = small_graph()
+    assert legal("stores", g, stores="streamed") is None
+    odd = graph([table("w", 100, 17)], [feature("f", "w")])
+    assert legal("stores", odd, stores="streamed") == "pooled rows of 68 bytes are no whole cache lines of 64"
+    assert legal("stores", odd, stores="cached") is None
+    assert by_name("stores").prefer(g, whole(g)) == {"stores": "cached"}                       # 12 KiB of outputs
+    large = graph([table("w", 100, 256)], [feature("f", "w")], sketches={"f": batch_sketch(100, bags=1024)})
+    assert by_name("stores").prefer(large, whole(large)) == {"stores": "streamed"}             # 1 MiB
+    after = by_name("stores").transform(large, whole(large), {"stores": "streamed"})
+    assert [each.name for each in after.nodes if each.rewrites] == ["lookup:f"]
+
+
 def test_class_rewrites_leave_other_tables_alone() -> None:
     g = small_graph()
     site = Site("one", (SizeClass("one", ("bags.0.weight",)),))

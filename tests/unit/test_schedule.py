@@ -62,9 +62,9 @@ def test_tables_have_their_classes_knobs() -> None:
     g = small_graph()
     tables = build_schedule(g.structure, SearchSpace(g).default).tables
     assert tables == {
-        "bags.0.weight": TableSchedule("fused", "none", 64, "bag", False, False),
-        "bags.1.weight": TableSchedule("fused", "none", 64, "bag", False, False),
-        "big.weight": TableSchedule("fused", "none", 64, "bag", False, True),
+        "bags.0.weight": TableSchedule("fused", "none", 64, "bag", False, False, "cached"),
+        "bags.1.weight": TableSchedule("fused", "none", 64, "bag", False, False, "cached"),
+        "big.weight": TableSchedule("fused", "none", 64, "bag", False, True, "cached"),
     }
 
 

@@ -284,7 +284,7 @@ def test_default_is_what_the_page_says() -> None:
     policy = {"group_by": "all", "concat": True, "interaction": False, "linear": "native"}
     assert default.policy == policy
     assert default.knobs_at(BIG) == {**policy, "update": "fused", "coalesce": "none", "dedup": False, "prefetch": 64, "partition": "bag",
-                                     "huge_pages": "madvise"}
+                                     "stores": "cached", "huge_pages": "madvise"}
     assert default.knobs_at("d16-sum-to4k-few-dup")["huge_pages"] == "off"
     with pytest.raises(KeyError, match="no size class 'x'"):
         default.knobs_at("x")
@@ -386,7 +386,7 @@ def test_toggles_switch_one_knob_each() -> None:
     space = SearchSpace(small_graph())
     labels = [label for label, _ in space.toggles()]
     assert labels == ["group_by=none", "concat=False", "update=native", "coalesce=chain", "dedup=True", "prefetch=0", "partition=table",
-                      "huge_pages=off"]
+                      "stores=streamed", "huge_pages=off"]
     before = space.to_params(space.default)
     for label, config in space.toggles():
         after = space.to_params(config)
@@ -404,7 +404,7 @@ def test_fingerprints_tell_spaces_apart() -> None:
 def test_a_thousand_tables_need_a_few_dozen_numbers() -> None:
     g = many_tables([10 ** (1 + i % 7) for i in range(1000)], (8, 16, 32))
     space = SearchSpace(g)
-    assert len(space.dimensions) <= 2 + 1 + MAX_CLASSES * 6
+    assert len(space.dimensions) <= 2 + 1 + MAX_CLASSES * 7
     assert space.check(space.default) == ()
 
 
