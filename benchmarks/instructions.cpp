@@ -88,7 +88,7 @@ struct Setting {
     std::vector<int64_t> ids, offsets, rows;
     sl_program* program = nullptr;
     sl_batch* batch = nullptr;
-    Floats table, first_state, second_state, weights, pooled, per_lookup;
+    Floats table, first, second, weights, pooled, per_lookup;
 
     Setting(const Case& given, int64_t columns, int32_t isa) : kernel(given), dim(columns) {
         Random random;
@@ -99,8 +99,8 @@ struct Setting {
         }
         rows.resize(ids.size());
         table = floats(kRows * dim);
-        first_state = floats(kRows * dim);
-        second_state = floats(kRows * dim);
+        first = floats(kRows * dim);
+        second = floats(kRows * dim);
         weights = floats(lookups());
         pooled = floats(kBags * 2 * dim);
         per_lookup = floats(lookups() * dim);
@@ -175,7 +175,7 @@ void update(Setting& s) {
     rule.first_gain = 0.1f;
     rule.second_gain = 0.001f;
     float* table = s.table.get();
-    const sl_state state{s.first_state.get(), s.second_state.get()};
+    const sl_state state{s.first.get(), s.second.get()};
     check(sl_update(s.program, &table, &state, &rule, &segment, 1, 1));
 }
 
@@ -197,8 +197,8 @@ std::vector<Case> cases() {
         {"prepare", prepare},
         {"forward sum", forward},
         {"forward mean", forward, SL_MEAN},
-        {"forward max", forward, SL_MAX},
         {"forward none", forward, SL_NONE},
+        {"forward max", forward, SL_MAX},
         {"forward weighted", forward, SL_SUM, 1},
         {"forward sum dedup", forward, SL_SUM, 0, 1},
         {"weight_grad", weight_grad, SL_SUM, 1},
@@ -212,6 +212,7 @@ std::vector<Case> cases() {
         for (const auto& method : methods)
             if (method.sums || rule.kind == SL_SGD)      // the others need a row's whole gradient
                 all.push_back({std::string("update ") + rule.name + ' ' + method.name, update, SL_SUM, 0, 0, method.method, rule.kind});
+    all.push_back({"update sgd chain of maxima", update, SL_MAX, 0, 0, SL_COALESCE_CHAIN, SL_SGD});
     all.push_back({"coalesced_grad", coalesced_grad});
     all.push_back({"expanded_grad", expanded_grad});
     return all;

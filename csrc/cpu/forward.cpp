@@ -137,7 +137,8 @@ extern "C" sl_status sl_forward(sl_program* program, const float* const* tables,
                 workspace.gathered.of<float>(size.floats);
             }
             for (const ForwardTask& task : program->forward_tasks)
-                if (task.feature < 0) program->heads[static_cast<size_t>(task.table)].of<int32_t>(program->tables[static_cast<size_t>(task.table)].rows);
+                if (const auto t = static_cast<size_t>(task.table); task.feature < 0)
+                    program->heads[t].of<int32_t>(program->tables[t].rows);
         }
         const bool large = output_bytes(*program, *batch) >= kStreamBytes;
         run_tasks(threads, static_cast<int64_t>(program->forward_tasks.size()), [&](int64_t i, int worker) {

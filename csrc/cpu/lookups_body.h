@@ -1,8 +1,8 @@
 // Updates lookup by lookup, in id order, and the gradients of lookups written out. Included by kernel_body.h after update_body.h.
 
 /// Calls visit(row, gradient) for every lookup of this part that is no padding, in order, with the columns of one block, and
-/// ahead(row) for the lookup that comes `prefetch` later.
-template <typename S, typename Ahead, typename Visit>
+/// ahead(row) for the lookup that comes `prefetch` later. kMax: whether the feature pools maxima.
+template <typename S, bool kMax, typename Ahead, typename Visit>
 SL_INLINE void visit_lookups(const UpdateArgs& a, const Source& source, int64_t column, Mask mask, const Ahead& ahead, const Visit& visit) {
     const Lookups& l = source.lookups;
     const int64_t last = l.count - 1, distance = a.prefetch;
@@ -24,7 +24,7 @@ SL_INLINE void visit_lookups(const UpdateArgs& a, const Source& source, int64_t 
                 scale_span(grad, l.weights[k]);
                 scale_span(grad, source.scale);
             }
-            if (l.maxima) {
+            if constexpr (kMax) {
                 Span<S> own = grad;
                 keep_maxima<S>(own, l, k, bag, a.dim, column, mask);
                 visit(id, own);
@@ -36,13 +36,13 @@ SL_INLINE void visit_lookups(const UpdateArgs& a, const Source& source, int64_t 
 }
 
 /// SGD, one rounding a lookup: w = fma(-lr, g, w), the bits of torch.optim.SGD on an uncoalesced gradient.
-template <typename S>
+template <typename S, bool kMax>
 static void apply_lookups_block(const UpdateArgs& args, const Source& from, int64_t column, Mask mask) {
     const UpdateArgs a = args;
     const Source source = from;
     float* table = a.table + column;
     const Vec rate = splat(a.maximize ? a.lr : -a.lr);
-    visit_lookups<S>(
+    visit_lookups<S, kMax>(
         a, source, column, mask, [&](int64_t row) { prefetch_row<S>(table + a.dim * row); },
         [&](int64_t row, const Span<S>& grad) {
             float* weight = table + a.dim * row;
@@ -55,19 +55,23 @@ static void apply_lookups_block(const UpdateArgs& args, const Source& from, int6
 
 static void apply_lookups(const UpdateArgs& a) {
     visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
-        for (int64_t s = 0; s < a.num_sources; ++s) apply_lookups_block<decltype(size)>(a, a.sources[s], column, mask);
+        using S = decltype(size);
+        for (int64_t s = 0; s < a.num_sources; ++s) {
+            if (a.sources[s].lookups.maxima) apply_lookups_block<S, true>(a, a.sources[s], column, mask);
+            else apply_lookups_block<S, false>(a, a.sources[s], column, mask);
+        }
     });
 }
 
 // ---------------------------------------------------------------------------------------------------- dense accumulation
 
 /// Adds the gradient of every lookup to the sum of its row, and marks the rows.
-template <typename S>
+template <typename S, bool kMax>
 static void accumulate_block(const UpdateArgs& args, const Source& from, int64_t column, Mask mask) {
     const UpdateArgs a = args;
     const Source source = from;
     float* sums = a.sums + column;
-    visit_lookups<S>(
+    visit_lookups<S, kMax>(
         a, source, column, mask, [](int64_t) {},
         [&](int64_t row, const Span<S>& grad) {
             float* sum = sums + a.dim * row;
@@ -102,7 +106,11 @@ SL_INLINE Span<S> take_sum(const UpdateArgs& a, int64_t row, int64_t column, Mas
 static void apply_dense(const UpdateArgs& args) {
     const UpdateArgs a = args;
     visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
-        for (int64_t s = 0; s < a.num_sources; ++s) accumulate_block<decltype(size)>(a, a.sources[s], column, mask);
+        using S = decltype(size);
+        for (int64_t s = 0; s < a.num_sources; ++s) {
+            if (a.sources[s].lookups.maxima) accumulate_block<S, true>(a, a.sources[s], column, mask);
+            else accumulate_block<S, false>(a, a.sources[s], column, mask);
+        }
     });
     if (!is_one_block(a.dim)) {
         visit_marked(a, [&](int64_t row) {
@@ -135,7 +143,8 @@ static void pack_grads(const Source& source, int64_t dim, float* out) {
     });
 }
 
-static void expand(const Source& given, int64_t dim, int64_t first_bag, int64_t last_bag, int64_t* ids, float* out) {
+template <bool kMax>
+static void expand_bags(const Source& given, int64_t dim, int64_t first_bag, int64_t last_bag, int64_t* ids, float* out) {
     const Source source = given;
     const Lookups l = source.lookups;
     for (int64_t bag = first_bag; bag < last_bag; ++bag) {
@@ -148,10 +157,15 @@ static void expand(const Source& given, int64_t dim, int64_t first_bag, int64_t 
                 Span<S> grad = load_span<S>(source.grad + bag * source.grad_stride + column, mask);
                 scale_span(grad, factor_of(source, source.first + k, bag));
                 scale_span(grad, source.scale);
-                if (l.maxima) keep_maxima<S>(grad, l, k, bag, dim, column, mask);
+                if constexpr (kMax) keep_maxima<S>(grad, l, k, bag, dim, column, mask);
                 store_span(out + column, grad, mask);
             });
             out += dim;
         }
     }
+}
+
+static void expand(const Source& source, int64_t dim, int64_t first_bag, int64_t last_bag, int64_t* ids, float* out) {
+    if (source.lookups.maxima) expand_bags<true>(source, dim, first_bag, last_bag, ids, out);
+    else expand_bags<false>(source, dim, first_bag, last_bag, ids, out);
 }

@@ -103,7 +103,8 @@ void invert_counts(Lookups& lookups) {
     }
 }
 
-sl_status prepare_feature(const sl_program& program, const sl_index_input& input, const sl_table& table, Lookups& lookups, sl_fault& fault) {
+sl_status prepare_feature(const sl_program& program, const sl_index_input& input, const sl_table& table, Lookups& lookups,
+                          sl_fault& fault) {
     if (lookups.offsets) {
         const sl_status status = input.offsets_are_64 ? narrow_offsets(static_cast<const int64_t*>(input.offsets), input, lookups, fault)
                                                       : narrow_offsets(static_cast<const int32_t*>(input.offsets), input, lookups, fault);

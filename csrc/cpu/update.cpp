@@ -20,7 +20,8 @@ constexpr int64_t kLinkCost = 16;                // of scanning a lookup that ma
 /// bags of several ids read each of them several times, which pays for the copy while all copies of a table fit the cache.
 bool is_worth_packing(const Source& source, int64_t dim, int64_t packed) {
     const Lookups& lookups = source.lookups;
-    return !lookups.maxima && source.grad_stride != dim && lookups.count >= 2 * lookups.num_bags && packed + lookups.num_bags * dim <= kMaxPackedFloats;
+    if (lookups.maxima || source.grad_stride == dim) return false;
+    return lookups.count >= 2 * lookups.num_bags && packed + lookups.num_bags * dim <= kMaxPackedFloats;
 }
 
 /// Appends the sources of a table: its features' gradients, segment by segment. Throws std::length_error.
@@ -241,7 +242,8 @@ extern "C" sl_status sl_update(sl_program* program, float* const* tables, const 
             if (table.coalesce == SL_COALESCE_NONE) continue;
             if (table.coalesce == SL_COALESCE_CHAIN) program->heads[t].of<int32_t>(table.rows);
             if (table.coalesce == SL_COALESCE_DENSE) program->sums[t].of<float>(table.rows * table.dim);
-            for (Workspace& workspace : program->workspaces) reserve(workspace, *program, task.table, program->source_ranges[t], table.coalesce);
+            for (Workspace& workspace : program->workspaces)
+                reserve(workspace, *program, task.table, program->source_ranges[t], table.coalesce);
         }
         run_tasks(threads, static_cast<int64_t>(program->update_tasks.size()), [&](int64_t i, int worker) {
             const UpdateTask& task = program->update_tasks[static_cast<size_t>(i)];

@@ -164,7 +164,8 @@ SL_INLINE Span<S> sum_chain(const UpdateArgs& a, int32_t link, int64_t column, M
             Span<S> row = load_span<S>(grad, mask);
             scale_span(row, factor_of(*source, k, node.bag));
             scale_span(row, source->scale);
-            if (source->lookups.maxima) keep_maxima<S>(row, source->lookups, k - source->first, node.bag, a.dim, column, mask);
+            if (__builtin_expect(source->lookups.maxima != nullptr, 0))
+                keep_maxima<S>(row, source->lookups, k - source->first, node.bag, a.dim, column, mask);
 #pragma GCC unroll 16
             for (int i = 0; i < S::kVectors; ++i) sum.v[i] = add(sum.v[i], row.v[i]);
         }
@@ -226,7 +227,8 @@ static void apply_blocks(const UpdateArgs& a, int64_t num_rows) {
     for (int64_t u = num_rows - 1; u >= 0; --u) {
         if (u % kGroup == 0) prefetch_group<Size<kMaxVectors, false>>(a, u);
         const int32_t head = take_first(a, u);
-        apply_wide_row(a, a.rows[u], [&](auto size, int64_t column, Mask mask) { return sum_chain<decltype(size)>(a, head, column, mask); });
+        const auto sum_of = [&](auto size, int64_t column, Mask mask) { return sum_chain<decltype(size)>(a, head, column, mask); };
+        apply_wide_row(a, a.rows[u], sum_of);
     }
 }
 

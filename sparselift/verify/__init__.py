@@ -7,7 +7,7 @@ real values one whole step of the user's model is held to float64 with a derived
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparselift import canonical
