@@ -1,12 +1,18 @@
-"""One torch thread unless a test asks for more: on two cores, spinning OpenMP threads of parallel test runs starve each other."""
+"""One torch thread unless a test asks for more: on two cores, spinning OpenMP threads of parallel test runs starve each other. And one
+default plan whatever the processor: tests that hold it to native's bits are not about matrix libraries.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+
+from sparselift.hardware import hardware
+from sparselift.rewrites import linear
 
 # A shell starts background jobs with Ctrl-C ignored, which is inherited. Tests that send it need it to arrive.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -19,3 +25,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _same_default_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "hardware", lambda: replace(hardware(), cpu="a processor of the tests"))
