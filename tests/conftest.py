@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,18 @@ import torch
 from sparselift.hardware import hardware
 from sparselift.rewrites import linear
 
+FOLDER = Path(__file__).parent
+
 # A shell starts background jobs with Ctrl-C ignored, which is inherited. Tests that send it need it to arrive.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs over the emulator takes a build of it first."""
+    for item in items:
+        if {"cuda", "simt"} & set(item.path.relative_to(FOLDER).parts):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ def emulator() -> Simt:
     return simt.load()
 
 
-@pytest.fixture(params=[*CPU_BACKENDS, *(f"simt-{schedule}" for schedule in simt.SCHEDULES)])
+@pytest.fixture(params=[*CPU_BACKENDS, *(pytest.param(f"simt-{schedule}", marks=pytest.mark.slow) for schedule in simt.SCHEDULES)])
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
     """The reference, the CPU kernels of each instruction set, and the CUDA kernels under each schedule of the emulator."""
     kind, _, schedule = request.param.partition("-")

@@ -6,6 +6,7 @@ Built under sanitizers with SPARSELIFT_SANITIZE=1, as the CPU kernels are.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -98,8 +99,11 @@ def load() -> Simt:
     """Builds the module, unless these sources have been built before, and imports it."""
     flags = SANITIZER_FLAGS if bool(int(os.environ.get("SPARSELIFT_SANITIZE", "0"))) else ()
     path = ROOT / "build" / "simt" / _fingerprint(flags) / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not path.exists():
-        _build(path, flags)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)                       # of test processes that start together one builds, and the others wait
+        if not path.exists():
+            _build(path, flags)
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -115,8 +119,7 @@ def _fingerprint(flags: Sequence[str]) -> str:
 
 
 def _build(path: Path, flags: Sequence[str]) -> None:
-    """Built beside `path` and moved there when it is whole, so that test processes may build at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Built beside `path` and moved there when it is whole: a build that is killed leaves none."""
     with tempfile.TemporaryDirectory(dir=path.parent) as made:
         folder = Path(made)
 
