@@ -1,40 +1,5 @@
 // Updates lookup by lookup, in id order, and the gradients of lookups written out. Included by kernel_body.h after update_body.h.
 
-/// Calls visit(row, gradient) for every lookup of this part that is no padding, in order, with the columns of one block, and
-/// ahead(row) for the lookup that comes `prefetch` later. kMax: whether the feature pools maxima.
-template <typename S, bool kMax, typename Ahead, typename Visit>
-SL_INLINE void visit_lookups(const UpdateArgs& a, const Source& source, int64_t column, Mask mask, const Ahead& ahead, const Visit& visit) {
-    const Lookups& l = source.lookups;
-    const int64_t last = l.count - 1, distance = a.prefetch;
-    for (int64_t bag = 0; bag < l.num_bags; ++bag) {
-        const Bounds bounds = bounds_of(l, bag);
-        const float* arrived = source.grad + bag * source.grad_stride + column;
-        if (distance && bag + distance < l.num_bags) prefetch_row<S>(arrived + distance * source.grad_stride);
-        Span<S> grad = load_span<S>(arrived, mask);
-        if (!source.plain && !l.weights) {
-            scale_span(grad, factor_of(source, 0, bag));
-            scale_span(grad, source.scale);
-        }
-        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
-            if (distance) ahead(l.ids[k + distance < last ? k + distance : last]);
-            const int32_t id = l.ids[k];
-            if (id == l.padding || ((id >> 4) & a.part_mask) != a.part) continue;
-            if (l.weights) {
-                grad = load_span<S>(arrived, mask);
-                scale_span(grad, l.weights[k]);
-                scale_span(grad, source.scale);
-            }
-            if constexpr (kMax) {
-                Span<S> own = grad;
-                keep_maxima<S>(own, l, k, bag, a.dim, column, mask);
-                visit(id, own);
-            } else {
-                visit(id, grad);
-            }
-        }
-    }
-}
-
 /// SGD, one rounding a lookup: w = fma(-lr, g, w), the bits of torch.optim.SGD on an uncoalesced gradient.
 template <typename S, bool kMax>
 static void apply_lookups_block(const UpdateArgs& args, const Source& from, int64_t column, Mask mask) {
@@ -42,15 +7,35 @@ static void apply_lookups_block(const UpdateArgs& args, const Source& from, int6
     const Source source = from;
     float* table = a.table + column;
     const Vec rate = splat(a.maximize ? a.lr : -a.lr);
-    visit_lookups<S, kMax>(
-        a, source, column, mask, [&](int64_t row) { prefetch_row<S>(table + a.dim * row); },
-        [&](int64_t row, const Span<S>& grad) {
-            float* weight = table + a.dim * row;
+    const Lookups l = source.lookups;
+    const int64_t last = l.count - 1, ahead = a.prefetch;
+    for (int64_t bag = 0; bag < l.num_bags; ++bag) {
+        const Bounds bounds = bounds_of(l, bag);
+        const float* arrived = source.grad + bag * source.grad_stride + column;
+        if (ahead && bag + ahead < l.num_bags) prefetch_row<S>(arrived + ahead * source.grad_stride);
+        Span<S> grad = load_span<S>(arrived, mask);
+        if (!source.plain && !l.weights) {
+            scale_span(grad, factor_of(source, 0, bag));
+            scale_span(grad, source.scale);
+        }
+        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+            if (ahead) prefetch_row<S>(table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
+            const int32_t id = l.ids[k];
+            if (id == l.padding || ((id >> 4) & a.part_mask) != a.part) continue;
+            if (l.weights) {
+                grad = load_span<S>(arrived, mask);
+                scale_span(grad, l.weights[k]);
+                scale_span(grad, source.scale);
+            }
+            Span<S> own = grad;
+            if constexpr (kMax) keep_maxima<S>(own, l, k, bag, a.dim, column, mask);
+            float* weight = table + a.dim * id;
             Span<S> w = load_span<S>(weight, mask);
 #pragma GCC unroll 16
-            for (int i = 0; i < S::kVectors; ++i) w.v[i] = fma(rate, grad.v[i], w.v[i]);
+            for (int i = 0; i < S::kVectors; ++i) w.v[i] = fma(rate, own.v[i], w.v[i]);
             store_span(weight, w, mask);
-        });
+        }
+    }
 }
 
 static void apply_lookups(const UpdateArgs& a) {
@@ -70,16 +55,32 @@ template <typename S, bool kMax>
 static void accumulate_block(const UpdateArgs& args, const Source& from, int64_t column, Mask mask) {
     const UpdateArgs a = args;
     const Source source = from;
+    const Lookups l = source.lookups;
     float* sums = a.sums + column;
-    visit_lookups<S, kMax>(
-        a, source, column, mask, [](int64_t) {},
-        [&](int64_t row, const Span<S>& grad) {
-            float* sum = sums + a.dim * row;
+    for (int64_t bag = 0; bag < l.num_bags; ++bag) {
+        const Bounds bounds = bounds_of(l, bag);
+        const float* arrived = source.grad + bag * source.grad_stride + column;
+        if (a.prefetch && bag + a.prefetch < l.num_bags) prefetch_row<S>(arrived + a.prefetch * source.grad_stride);
+        Span<S> grad = load_span<S>(arrived, mask);
+        if (!source.plain && !l.weights) {
+            scale_span(grad, factor_of(source, 0, bag));
+            scale_span(grad, source.scale);
+        }
+        for (int64_t k = bounds.begin; k < bounds.end; ++k) {
+            const int32_t row = l.ids[k];
+            if (row == l.padding || ((row >> 4) & a.part_mask) != a.part) continue;
+            if (l.weights) {
+                grad = load_span<S>(arrived, mask);
+                scale_span(grad, l.weights[k]);
+                scale_span(grad, source.scale);
+            }
             Span<S> total = grad;
-            add_row(total, sum, mask);
-            store_span(sum, total, mask);
+            if constexpr (kMax) keep_maxima<S>(total, l, k, bag, a.dim, column, mask);
+            add_row(total, sums + a.dim * row, mask);
+            store_span(sums + a.dim * row, total, mask);
             a.marks[row >> 6] |= uint64_t{1} << (row & 63);
-        });
+        }
+    }
 }
 
 /// Calls visit(row) for the marked rows, ascending, and unmarks them.
