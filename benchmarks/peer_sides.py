@@ -40,7 +40,7 @@ class PeerSide:
 
 def peer_sides(case: Case, names: Sequence[str]) -> Iterator[PeerSide]:
     """The peers that can run here; of the others it is said, once, why not."""
-    logging.disable(logging.WARNING)                           # TorchRec's planner is talkative
+    logging.getLogger("torchrec").setLevel(logging.ERROR)      # its planner is talkative
     for name in names:
         try:
             with warnings.catch_warnings():

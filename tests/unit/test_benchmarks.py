@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,6 +192,7 @@ def test_peers_are_timed_beside_the_plan(benchmarks: ModuleType, monkeypatch: py
     peer_sides._say.cache_clear()
     [peer] = peer_sides.peer_sides(case, peer_sides.PEERS)
     assert peer.name == "fbgemm" and "skipped torchrec: not installed (No module named 'torchrec')" in capsys.readouterr().err
+    assert logging.getLogger("sparselift").isEnabledFor(logging.WARNING), "only the peers are to be silent"
     check(case.side(planned=False), peer)
     peer.model.emb_l[0].weight[case.touched(0, steps=2)[0]] += 1
     with pytest.raises(Exception, match="is off by"):
