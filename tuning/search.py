@@ -185,7 +185,7 @@ class _Search:
         best = "best: native" if champion.config.path == "native" else ""
         if champion.config.path == "planned" and champion.trial is not None:
             best = f"best: trial {champion.trial}, confirmed {champion.speedup:.2f}x"
-        text = f"{trial.number:>3}  {label_of(trial.params, self.seeds):<18}"
+        text = f"{trial.number:>3}  {label_of(trial.params, self.seeds):<22}"
         if trial.value is None:
             self.progress.advance(f"{text}  {trial.state}: {trial.reason}", best, counts=False)
         else:
