@@ -18,6 +18,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
+from setuptools.modified import newer_group
 
 SANITIZE = bool(int(os.environ.get("SPARSELIFT_SANITIZE", "0")))
 # Roundings are part of what the kernels promise: no contraction of a product and a sum unless the source says fma.
@@ -31,6 +32,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 BAG_ISAS = {f"csrc/cpu/{isa}.cpp": flags for isa, flags in ISAS.items()}
 INTERACTION_ISAS = {f"csrc/cpu/interaction_{isa}.cpp": flags for isa, flags in ISAS.items()}
 ISA_FLAGS = BAG_ISAS | INTERACTION_ISAS
+EXTRA_FLAGS = SANITIZER_FLAGS if SANITIZE else ["-g0"]         # Python's own flags ask for debug symbols: most of a wheel's size
+CORES = os.cpu_count() or 1
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
 SHARED = ["csrc/api/status.cpp", "csrc/cpu/isa.cpp", "csrc/cpu/threads.cpp"]
 BAGS = [f"csrc/cpu/{name}.cpp" for name in ("forward", "pool", "prepare", "program", "update")]
@@ -77,41 +80,52 @@ if NVCC:
 
 
 class BuildKernels(build_ext):
-    """Compiles each source with the flags of its instruction set."""
+    """Compiles each source with the flags of its instruction set, as many at a time as there are cores."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or CORES
 
     def run(self) -> None:
         if not NVCC:                                           # one of an earlier build would be packed, or imported, as if of this one
             Path(self.get_ext_fullpath(CUDA_MODULE)).unlink(missing_ok=True)
         super().run()
 
+    def build_extensions(self) -> None:
+        """Sources of kernels first: they take longest, and extensions share some of them."""
+        sources = sorted({source for ext in self.extensions for source in KERNEL_SOURCES[ext.name]}, key=slowest_first)
+        with ThreadPoolExecutor(CORES) as pool:
+            self.made = dict(zip(sources, pool.map(self.compile_kernels, sources)))
+        super().build_extensions()
+
     def build_extension(self, ext: Extension) -> None:
-        extra = SANITIZER_FLAGS if SANITIZE else ["-g0"]       # Python's own flags ask for debug symbols: most of a wheel's size
-        sources = KERNEL_SOURCES[ext.name]
-        objects = self.compile_cuda([source for source in sources if source.endswith(".cu")])
-        for source in sources:
-            if not source.endswith(".cu"):
-                objects += self.compiler.compile([source], output_dir=self.build_temp, include_dirs=["csrc"],
-                                                 extra_postargs=FLAGS + extra + ISA_FLAGS.get(source, []))
-        ext.extra_objects = objects
-        ext.extra_link_args = ["-lstdc++", "-ldl", "-lpthread", *extra]
+        ext.extra_objects = [self.made[source] for source in KERNEL_SOURCES[ext.name]]
+        ext.extra_link_args = ["-lstdc++", "-ldl", "-lpthread", *EXTRA_FLAGS]
         if ext.name == CUDA_MODULE:
             ext.extra_link_args += [static_runtime(), "-lrt", "-Wl,--exclude-libs,ALL"]
-        ext.extra_compile_args = ["-O2", "-Wno-unused-function", *extra]
+        ext.extra_compile_args = ["-O2", "-Wno-unused-function", *EXTRA_FLAGS]
         super().build_extension(ext)
 
-    def compile_cuda(self, sources: list[str]) -> list[str]:
-        """Objects for every architecture, as many at a time as there are cores."""
-        def compile_one(source: str) -> str:
-            made = Path(self.build_temp, source).with_suffix(".o")
+    def compile_kernels(self, source: str) -> str:
+        """The object of one source, made anew where something that it may depend on has changed."""
+        made = Path(self.build_temp, source).with_suffix(".o")
+        if not self.force and not newer_group([source, *HEADERS, __file__], str(made)):
+            return str(made)
+        if source.endswith(".cu"):
             made.parent.mkdir(parents=True, exist_ok=True)
             command = [str(NVCC), *NVCC_FLAGS, "-Icsrc", "-c", source, "-o", str(made)]
             print(" ".join(command), flush=True)
             if subprocess.run(command).returncode != 0:
                 raise CompileError(f"nvcc failed on {source}")
-            return str(made)
+        else:
+            flags = FLAGS + EXTRA_FLAGS + ISA_FLAGS.get(source, [])
+            self.compiler.compile([source], output_dir=self.build_temp, include_dirs=["csrc"], extra_postargs=flags)
+        return str(made)
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(compile_one, sources))
+
+def slowest_first(source: str) -> tuple[bool, bool, str]:
+    """So that no core waits at the end for a long one."""
+    return not source.endswith(".cu"), source not in ISA_FLAGS, source
 
 
 def static_runtime() -> str:
