@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, OptimizerInfo, Structure, Table
 from sparselift.lift.linears import find_linears
 from sparselift.lift.modules import check_model, is_embedding, unliftable
-from sparselift.memory import HugePages, huge_pages, set_huge_pages
-from sparselift.optim import holders, optimizer_info
+from sparselift.memory import HugePageSet
+from sparselift.optim import holders, large_state, optimizer_info
 from sparselift.plan import Plan, check_fits, check_plan
 from sparselift.runtime.executor import Runtime
 from sparselift.runtime.step import FusedStep
@@ -73,7 +73,7 @@ def unapply(model: nn.Module, optimizer: Optimizers) -> tuple[nn.Module, Optimiz
     if applied is None:
         raise LiftRefused(f"unapply: no plan is applied to this {type(model).__name__}")
     applied.detach(model)
-    applied.restore_pages()
+    applied.huge_pages.replace({})
     return model, optimizer
 
 
@@ -97,24 +97,24 @@ def _several(optimizer: object) -> tuple[object, ...]:
 class Applied:
     """A schedule compiled for a model. Attaching and detaching cost microseconds, so that a tuner can switch between several."""
 
-    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str = "cpu") -> None:
+    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str = "cpu",
+                 huge_pages: HugePageSet | None = None) -> None:
         self.structure, self.schedule = structure, schedule
         self.runtime = None if schedule.path == "native" else Runtime(structure, schedule, model, backend)
-        self.pages: dict[str, HugePages] = {}
-        self._moved: dict[str, int] = {}                 # tables that `set_pages` moved into huge pages, and their addresses
+        self.huge_pages = HugePageSet() if huge_pages is None else huge_pages
         self._model_hooks: list[Any] = []
         self._optimizer_hooks: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied or unpickled optimizer has no hooks (torch leaves them behind), and a copied model's memory is its own.
-        return {**self.__dict__, "_optimizer_hooks": [], "pages": {}, "_moved": {}}
+        # A copied or unpickled optimizer has no hooks: torch leaves them behind.
+        return {**self.__dict__, "_optimizer_hooks": []}
 
     def attach(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Install the hooks and the lifted forwards. An exception leaves the model native."""
         model.__dict__[ATTRIBUTE] = self
         if self.runtime is None:
             return
-        self.set_pages()
+        self.huge_pages.replace(dict(self._tensors_for_huge_pages(optimizers)))
         for name, forward in self.runtime.forwards.items():
             model.get_submodule(name).forward = forward.forward
         if self.runtime.dense is not None:
@@ -122,7 +122,7 @@ class Applied:
         self._model_hooks = [model.register_forward_pre_hook(self.runtime.before_forward, with_kwargs=True, prepend=True),
                              model.register_forward_hook(self.runtime.after_forward, always_call=True)]
         for optimizer in optimizers:
-            self._optimizer_hooks += FusedStep(self.runtime).register(optimizer)
+            self._optimizer_hooks += FusedStep(self.runtime, self.huge_pages).register(optimizer)
 
     def detach(self, model: nn.Module) -> None:
         """Remove hooks and forwards; pending gradients become the tensors that torch would have."""
@@ -142,23 +142,15 @@ class Applied:
             if weight is not None:
                 self.runtime.grads[name].settle(weight)
 
-    def set_pages(self) -> None:
-        """Move the tables that the schedule wants in huge pages there. Values and addresses stay."""
+    def _tensors_for_huge_pages(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor]]:
+        """The tables that the schedule wants in huge pages, each with its optimizers' state."""
         assert self.runtime is not None
         for name, knobs in (self.schedule.tables or {}).items():
             weight = self.runtime.owners[name]._parameters.get("weight")
             if knobs.huge_pages and weight is not None:
-                if not huge_pages(weight).prevail:
-                    self._moved[name] = weight.data_ptr()
-                self.pages[name] = set_huge_pages(weight, True)
-
-    def restore_pages(self) -> None:
-        """Move tables back that `set_pages` moved, if their memory is still the same. What lay in huge pages before stays there."""
-        for name, address in self._moved.items():
-            weight = self.runtime.owners[name]._parameters.get("weight") if self.runtime else None
-            if weight is not None and weight.data_ptr() == address:
-                set_huge_pages(weight, False)
-        self._moved.clear()
+                yield name, weight
+                for optimizer in optimizers:
+                    yield from large_state(name, optimizer, weight)
 
     def explain(self) -> str:
         """Text for people; one line a fact."""
@@ -182,7 +174,7 @@ class Applied:
             lines.append(f"stepped aside: {feature}: {why}: {count} times" + (f", first: {example}" if example else ""))
         lines += [f"update of {table}: {how}: {count} times" for (table, how), count in sorted(runtime.updates.items())]
         lines += [f"huge pages: {name}: {pages.huge_bytes / 2**20:.0f} of {pages.requested_bytes / 2**20:.0f} MiB"
-                  for name, pages in sorted(self.pages.items())]
+                  for name, pages in sorted(self.huge_pages.found.items())]
         if not runtime.asides and not runtime.updates:
             ran = any(prelude.group.calls for prelude in runtime.preludes) or not runtime.preludes
             lines.append("nothing fell back" if ran else "nothing has run in the plan: no forward yet, or compiled ones, "

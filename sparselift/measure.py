@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from sparselift.apply import Applied
 from sparselift.ir import Structure
-from sparselift.memory import huge_pages, set_huge_pages
+from sparselift.memory import HugePageSet
 from sparselift.plan import Interval
 from sparselift.schedule import build_schedule
 from sparselift.space import Config
@@ -235,25 +235,25 @@ class Stage:
         self._work, self._structure, self._backend = work, structure, backend
         self._applied: Applied | None = None
         self._freezes = False
-        pages = {table.name: huge_pages(work.model.get_parameter(table.name)) for table in structure.tables}
-        self._ordinary = {name for name, found in pages.items() if not found.prevail}
+        self._huge_pages = HugePageSet()
 
     def candidate(self, config: Config) -> Candidate:
         """The workload's training step under a config. Compiled now; entered when its turn comes."""
         gc.collect()               # earlier configs hold buffers, and refer to themselves in circles
+        if config.path != "planned":
+            return _Staged(self, None)
         schedule = build_schedule(self._structure, config)
-        return _Staged(self, Applied(self._structure, schedule, self._work.model, self._backend) if config.path == "planned" else None)
+        return _Staged(self, Applied(self._structure, schedule, self._work.model, self._backend, self._huge_pages))
 
     def show(self, applied: Applied | None) -> None:
-        """Switch to a compiled config; None is native. Tables that were not in huge pages before, and are not to be, leave them:
-        they would serve the next config, too.
+        """Switch to a compiled config; None is native. Huge pages that only the config before wanted go: they would serve this one, too.
         """
         current, self._applied = self._applied, None
         if current is not None:
             current.detach(self._work.model)
-            for name in (_huge(current) - _huge(applied)) & self._ordinary:
-                set_huge_pages(self._work.model.get_parameter(name), False)
-        if applied is not None:
+        if applied is None:
+            self._huge_pages.replace({})
+        else:
             applied.attach(self._work.model, self._work.optimizers)
             self._applied = applied
 
@@ -283,12 +283,6 @@ class _Staged:
 
     def step(self, batch: Any) -> object:
         return self.stage.train(batch)
-
-
-def _huge(applied: Applied | None) -> set[str]:
-    """Tables that a config keeps in huge pages."""
-    tables = applied.schedule.tables if applied is not None else None
-    return {name for name, knobs in (tables or {}).items() if knobs.huge_pages}
 
 
 def _is_settled(log_ratios: Sequence[float], confidence: float, precision: float, bar: float | None) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -96,6 +98,38 @@ def huge_pages(tensor: Tensor) -> HugePages:
     """How much of a CPU tensor lies in huge pages now."""
     begin, end = _interior(tensor)
     return HugePages(end - begin, _huge_bytes(begin, end) if begin < end else 0)
+
+
+class HugePageSet:
+    """Tensors that lie in huge pages on somebody's behalf. Those that lay there before are not moved back.
+
+    Tensors are referred to weakly. A copy, and what comes out of a pickle, holds none.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, HugePages] = {}                # what the kernel gave to each
+        self._moved: list[tuple[weakref.ref[Tensor], int]] = []      # with their addresses
+
+    def __reduce__(self) -> tuple[type[HugePageSet], tuple[()]]:
+        return HugePageSet, ()
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Move tensors into huge pages, by the names under which `found` is to list them. Values and addresses stay."""
+        for name, tensor in tensors.items():
+            if not huge_pages(tensor).prevail:
+                self._moved.append((weakref.ref(tensor), tensor.data_ptr()))
+            self.found[name] = set_huge_pages(tensor, True)
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """`add` these, and move back what was moved here before and is not among them, if its memory is still the same."""
+        wanted = {tensor.data_ptr() for tensor in tensors.values()}
+        for reference, address in self._moved:
+            tensor = reference()
+            if tensor is not None and tensor.data_ptr() == address and address not in wanted:
+                set_huge_pages(tensor, False)
+        self._moved = [moved for moved in self._moved if moved[1] in wanted]
+        self.found = {}
+        self.add(tensors)
 
 
 def _interior(tensor: Tensor) -> tuple[int, int]:

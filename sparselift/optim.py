@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -204,11 +204,20 @@ def rule_state(rule: str, state: dict[str, Any]) -> State:
     return (parts[0], parts[1]) if len(parts) == 2 else parts[0] if parts else None
 
 
-def start_state(rule: str, optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
-    """Give a table the state that the optimizer itself would make in the coming step, if there is none."""
-    if rule == "adam" and not optimizer.state[weight]:
-        optimizer.state[weight].update(step=0, **{key: torch.zeros_like(weight, memory_format=torch.preserve_format)
-                                                  for key in _STATE_KEYS[rule]})
+def large_state(table: str, optimizer: torch.optim.Optimizer, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(table, and key) and tensor of what an optimizer keeps for each element of a weight. A number a row is no burden to the TLB."""
+    for key, value in optimizer.state.get(weight, {}).items():
+        if isinstance(value, Tensor) and value.shape == weight.shape and value.is_cpu and value.is_contiguous():
+            yield f"{table}, {key}", value
+
+
+def start_state(rule: str, optimizer: torch.optim.Optimizer, weight: Tensor) -> bool:
+    """Give a table the state that the optimizer itself would make in the coming step; False if there is one, or it makes none."""
+    if rule != "adam" or optimizer.state[weight]:
+        return False
+    optimizer.state[weight].update(step=0, **{key: torch.zeros_like(weight, memory_format=torch.preserve_format)
+                                              for key in _STATE_KEYS[rule]})
+    return True
 
 
 def state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:

@@ -16,7 +16,7 @@ class HugePages(Rewrite):
     """A random row of a large table misses the TLB as well as the cache; 2 MiB pages make the first miss rare."""
 
     name = "huge_pages"
-    summary = "move large tables to memory with huge pages"
+    summary = "move large tables, and optimizer state as large, to memory with huge pages"
     scope = "class"
     equivalence_note = "bitwise"
     knobs = (Knob("huge_pages", ("off", "madvise"), "off", "madvise: ask for huge pages under the class's tables of at least 4 MiB"),)

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sparselift.grad import GradState, PendingGrad
 from sparselift.kernels.base import Segment, State, UpdateRule
-from sparselift.optim import FUSED_OPTIMIZERS, fused_rule, rule_state, start_state, state_obstacle, update_rule
+from sparselift.memory import HugePageSet
+from sparselift.optim import FUSED_OPTIMIZERS, fused_rule, large_state, rule_state, start_state, state_obstacle, update_rule
 from sparselift.runtime._hot import arrange, consists_of_lookups, hide, is_table, pending, show
 from sparselift.runtime.executor import Runtime
 from sparselift.workload import check_ranks
@@ -35,8 +36,8 @@ _Update = tuple[Tensor, GradState, UpdateRule, State]
 class FusedStep:
     """The step hooks of one optimizer."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime, huge_pages: HugePageSet) -> None:
+        self.runtime, self.huge_pages = runtime, huge_pages
         self.fused = frozenset(name for name in runtime.tables if runtime.knobs[name].update == "fused")
         # Lookup by lookup has torch's bits, but not with gradients of several backwards, of which torch sums some rows first.
         exact = "accumulate" not in (runtime.structure.uses or ())
@@ -159,7 +160,8 @@ class FusedStep:
             if rule is not None:
                 reason = self._obstacle(state, weight)
             if rule not in (None, "sgd") and not reason:
-                start_state(rule, optimizer, weight)
+                if start_state(rule, optimizer, weight) and self.runtime.knobs[state.table].huge_pages:
+                    self.huge_pages.add(dict(large_state(state.table, optimizer, weight)))
                 own = optimizer.state.get(weight, _NO_STATE)
                 reason = state_obstacle(rule, own, weight)
             if reason:

@@ -17,7 +17,7 @@ from sparselift.apply import apply, explain, unapply
 from sparselift.errors import LiftRefused, PlanMismatchError
 from sparselift.lift import lift
 from sparselift.memory import huge_pages, set_huge_pages
-from sparselift.optim import holders, optimizer_info
+from sparselift.optim import RowWiseAdagrad, holders, optimizer_info
 from sparselift.plan import Plan, default_plan
 from sparselift.space import Constraints
 from sparselift.verify import verify
@@ -219,9 +219,9 @@ def test_more_than_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         apply(plan, work.model, work.optimizer)
 
 
-def in_huge_pages() -> tuple[nn.Module, Workload, Plan]:
+def in_huge_pages(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[nn.Module, Workload, Plan]:
     model = nn.Sequential(nn.Embedding(400_000, 8, sparse=True))
-    work = Workload("one", model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).sum(),
+    work = Workload("one", model, optimizer(model.parameters(), lr=0.1), lambda m, b: m(b).sum(),
                     [torch.arange(i, i + 5) for i in range(3)])
     return model, work, default_plan(lift(work), Constraints(pin={"huge_pages": "madvise"}))
 
@@ -245,6 +245,23 @@ def test_unapply_leaves_tables_in_the_pages_that_they_had(before: bool) -> None:
     assert huge_pages(model[0].weight).prevail
     unapply(model, work.optimizer)
     assert huge_pages(model[0].weight) == given
+
+
+@pytest.mark.parametrize(("kind", "keys"), [(torch.optim.Adagrad, ["sum"]), (torch.optim.SparseAdam, ["exp_avg", "exp_avg_sq"]),
+                                            (RowWiseAdagrad, [])])
+def test_state_as_large_as_the_table_moves_with_it(kind: type[torch.optim.Optimizer], keys: list[str]) -> None:
+    """SparseAdam makes it in its first step."""
+    model, work, plan = in_huge_pages(kind)
+    if set_huge_pages(model[0].weight, True).huge_bytes == 0:
+        pytest.skip("the kernel gives no huge pages here")
+    apply(plan, model, work.optimizer)
+    work.train(model, work.optimizer, work.batches[0])
+    state = work.optimizer.state[model[0].weight]
+    assert [key for key in keys if huge_pages(state[key]).huge_bytes] == keys
+    reported = [line.split(": ")[1] for line in explain(model).splitlines() if line.startswith("huge pages: ")]
+    assert reported == ["0.weight", *(f"0.weight, {key}" for key in keys)]
+    unapply(model, work.optimizer)
+    assert not any(huge_pages(state[key]).huge_bytes for key in keys)
 
 
 def test_pages_of_memory_that_came_later_are_left_alone() -> None:

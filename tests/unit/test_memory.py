@@ -133,6 +133,22 @@ class TestHugePages:
         memory.set_huge_pages(tensor, False)
         assert memory.huge_pages(tensor).huge_bytes == 0
 
+    def test_a_set_moves_back_what_it_moved(self):
+        mine, given, gone = (torch.zeros(4 * MIB) for _ in range(3))
+        if memory.set_huge_pages(given, True).huge_bytes == 0:
+            pytest.skip("the kernel gives no huge pages here")
+        memory.set_huge_pages(mine, False)
+        pages = memory.HugePageSet()
+        pages.add({"gone": gone})
+        del gone
+        pages.replace({"mine": mine, "given": given})
+        assert list(pages.found) == ["mine", "given"] and all(each.prevail for each in pages.found.values())
+        assert not copy.deepcopy(pages).found
+        pages.replace({"given": given})
+        assert memory.huge_pages(mine).huge_bytes == 0 and memory.huge_pages(given).prevail
+        pages.replace({})
+        assert memory.huge_pages(given).prevail and not pages.found
+
     def test_both_sources_agree(self):
         tensor = torch.zeros(4 * MIB)
         memory.set_huge_pages(tensor, True)
