@@ -1,6 +1,7 @@
 """Packages and extension modules of the distribution. Everything else that describes it is in pyproject.toml.
 
 SPARSELIFT_SANITIZE=1 builds the extensions under AddressSanitizer and UndefinedBehaviorSanitizer.
+CFLAGS (what Cython wrote) and CXXFLAGS (the kernels) come after the flags below.
 SPARSELIFT_CUDA=1 demands the CUDA kernels, SPARSELIFT_CUDA=0 leaves them out; otherwise they are built where nvcc is found.
 """
 
@@ -103,7 +104,7 @@ class BuildKernels(build_ext):
         ext.extra_link_args = ["-lstdc++", "-ldl", "-lpthread", *EXTRA_FLAGS]
         if ext.name == CUDA_MODULE:
             ext.extra_link_args += [static_runtime(), "-lrt", "-Wl,--exclude-libs,ALL"]
-        ext.extra_compile_args = ["-O2", "-Wno-unused-function", *EXTRA_FLAGS]
+        ext.extra_compile_args = ["-O2", "-Wno-unused-function", *EXTRA_FLAGS, *os.environ.get("CFLAGS", "").split()]
         super().build_extension(ext)
 
     def compile_kernels(self, source: str) -> str:
@@ -118,7 +119,7 @@ class BuildKernels(build_ext):
             if subprocess.run(command).returncode != 0:
                 raise CompileError(f"nvcc failed on {source}")
         else:
-            flags = FLAGS + EXTRA_FLAGS + ISA_FLAGS.get(source, [])
+            flags = FLAGS + EXTRA_FLAGS + ISA_FLAGS.get(source, []) + os.environ.get("CXXFLAGS", "").split()
             self.compiler.compile([source], output_dir=self.build_temp, include_dirs=["csrc"], extra_postargs=flags)
         return str(made)
 

