@@ -3,7 +3,7 @@
 
 extern "C" int32_t sl_isa_runnable(int32_t isa) {
 #ifdef __x86_64__
-    if (isa == SL_ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (isa == SL_ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (isa == SL_ISA_AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && sl_isa_runnable(SL_ISA_AVX2);
