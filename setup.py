@@ -32,7 +32,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     ISAS |= {"avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma"]}
 BAG_ISAS = {f"csrc/cpu/{isa}.cpp": flags for isa, flags in ISAS.items()}
 INTERACTION_ISAS = {f"csrc/cpu/interaction_{isa}.cpp": flags for isa, flags in ISAS.items()}
-ISA_FLAGS = BAG_ISAS | INTERACTION_ISAS
+EXCHANGE_ISAS = {f"csrc/cpu/exchange_{isa}.cpp": flags for isa, flags in ISAS.items()}
+ISA_FLAGS = BAG_ISAS | INTERACTION_ISAS | EXCHANGE_ISAS
 EXTRA_FLAGS = SANITIZER_FLAGS if SANITIZE else ["-g0"]         # Python's own flags ask for debug symbols: most of a wheel's size
 CORES = os.cpu_count() or 1
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
@@ -48,6 +49,7 @@ KERNEL_SOURCES = {
     "sparselift._memory": ["csrc/cpu/huge_pages.cpp", "csrc/cpu/pool.cpp", "csrc/cpu/ring.cpp"],
     "sparselift.kernels._cpu": [*SHARED, *BAGS, *BAG_ISAS],
     "sparselift.kernels._interaction": [*SHARED, "csrc/cpu/interaction.cpp", *INTERACTION_ISAS],
+    "sparselift.kernels._exchange": [*SHARED, "csrc/cpu/exchange.cpp", "csrc/cpu/indices.cpp", *EXCHANGE_ISAS],
     "sparselift._probe": ["csrc/cpu/probe.cpp", "csrc/cpu/threads.cpp"],
     "sparselift.runtime._hot": [],                             # Cython alone
 }

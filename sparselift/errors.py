@@ -38,6 +38,10 @@ class KernelError(SparseLiftError):
     """A kernel reported a status other than success."""
 
 
+class ExchangeError(SparseLiftError):
+    """What arrived from another rank is not what was waited for. Names what differs."""
+
+
 class DataError(SparseLiftError):
     """An input file does not hold what its format says. Names the file, line, field and value."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .base import KernelBackend
+from .cpu import ISAS
+from .exchange import ExchangeKernels
 
-__all__ = ["BACKENDS", "available_backends", "get_backend"]
+__all__ = ["BACKENDS", "available_backends", "get_backend", "get_exchange"]
 
-ISAS = ("portable", "avx2", "avx512")
 BACKENDS = ("reference", "cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda")
 
 
@@ -29,6 +30,17 @@ def get_backend(name: str = "cpu") -> KernelBackend:
         return CudaBackend()
     from .cpu import CpuBackend
     return CpuBackend(name.partition("-")[2] or None)
+
+
+def get_exchange(name: str = "cpu") -> ExchangeKernels:
+    """What surrounds an exchange between ranks, by the names of `get_backend` but "cuda". Raises as that does."""
+    if name == "reference":
+        from .exchange_reference import ReferenceExchange
+        return ReferenceExchange()
+    if name not in BACKENDS or name == "cuda":
+        raise ValueError(f"the backend must be one of {', '.join(BACKENDS[:-1])}; got {name!r}")
+    from .exchange_compiled import CpuExchange
+    return CpuExchange(name.partition("-")[2] or None)
 
 
 def available_backends() -> tuple[str, ...]:

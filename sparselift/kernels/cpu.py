@@ -10,6 +10,7 @@ from sparselift.errors import KernelError
 
 from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, TableSpec
 
+ISAS = ("portable", "avx2", "avx512")      # by their numbers in csrc/api/sparselift_cpu.h
 ISA_VARIABLE = "SPARSELIFT_ISA"
 
 

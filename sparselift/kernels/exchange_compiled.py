@@ -1,0 +1,120 @@
+"""What surrounds an exchange, compiled: one face of C ABIs, which take addresses alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparselift.arrays import as_array
+from sparselift.errors import KernelError
+
+from .cpu import ISAS, CpuBackend
+from .exchange import Buckets, Distinct, ExchangeKernels, RowOwners
+from .packed import WIRE_DTYPES, PackedLayout
+from .regroup import RegroupSpec
+
+CPU_MODULE = "sparselift.kernels._exchange"
+
+
+class CompiledExchange(ExchangeKernels):
+    """Tensors to addresses. Structs of the ABI whose fields are all of 64 bits are arrays of integers here."""
+
+    @abstractmethod
+    def _call(self, name: str, sizes: tuple[int, ...], *args: object) -> None:
+        """One function of the ABI; `sizes` are what its workspace depends on."""
+
+    def _dedup(self, ids: Tensor, rows: int, found: Distinct) -> None:
+        self._call("dedup", (len(ids),), *_ids(ids, rows), found.ids.data_ptr(), found.slots.data_ptr(), found.count.data_ptr())
+
+    def _bucketize(self, ids: Tensor, offsets: Tensor, owners: RowOwners, found: Buckets) -> None:
+        self._call("bucketize", (len(ids),), *_ids(ids, owners.rows),
+                   as_array(offsets).pointer, len(offsets) - 1, offsets.dtype == torch.int64,
+                   owners.count, owners.rows_per_owner, owners.layout == "modulo",
+                   *(out.data_ptr() for out in (found.rows, found.sources, found.places, found.lengths)))
+
+    def _pack(self, layout: PackedLayout, matrices: Sequence[Tensor], out: Tensor) -> None:
+        parts = _parts(layout, matrices)
+        self._call("pack", (len(matrices),), _address(parts), len(matrices), out.data_ptr(), out.numel())
+
+    def _unpack(self, layout: PackedLayout, buffer: Tensor, outputs: Sequence[Tensor]) -> None:
+        parts = _parts(layout, outputs)
+        self._call("unpack", (len(outputs),), _address(parts), len(outputs), buffer.data_ptr(), buffer.numel())
+
+    def _regroup(self, spec: RegroupSpec, backward: bool, batch: int, given: Sequence[Tensor | None],
+                 results: Sequence[Tensor | None]) -> None:
+        ranges, terms = _ranges(spec, backward)
+        sources, targets = _matrices(given), _matrices(results)
+        num_ranges, num_terms = len(ranges) // 5, len(terms) // 2
+        self._call("regroup", (num_ranges, num_terms), _address(ranges), num_ranges, _address(terms), num_terms, _address(sources),
+                   _address(targets), batch)
+
+
+class CpuExchange(CompiledExchange):
+    """On the CPU, on torch's own threads.
+
+    Parameters
+    ----------
+    isa   as of CpuBackend, and raises as that does
+    """
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def __init__(self, isa: str | None = None) -> None:
+        self.isa = CpuBackend(isa).isa
+        try:
+            self._raw = import_module(CPU_MODULE)
+        except ImportError as error:
+            raise KernelError(f"the compiled extension {CPU_MODULE} is missing ({error}); "
+                              "build it with: pip install -e . --no-build-isolation") from error
+        self._number = ISAS.index(self.isa)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CpuExchange, (self.isa,)
+
+    def _call(self, name: str, sizes: tuple[int, ...], *args: object) -> None:
+        getattr(self._raw, name)(*args, self._number, torch.get_num_threads())
+
+
+def _ids(ids: Tensor, rows: int) -> tuple[int, int, bool, int]:
+    return as_array(ids).pointer, len(ids), ids.dtype == torch.int64, rows
+
+
+def _parts(layout: PackedLayout, matrices: Sequence[Tensor]) -> array[int]:
+    """sl_part of every matrix."""
+    flat = array("q")
+    for part, matrix in zip(layout.parts, matrices):
+        place = as_array(matrix)
+        flat.extend((place.pointer, place.strides[0], part.rows, part.dim, WIRE_DTYPES.index(part.dtype)))
+    return flat
+
+
+def _matrices(given: Sequence[Tensor | None]) -> array[int]:
+    """sl_matrix of every one."""
+    flat = array("q")
+    for matrix in given:
+        place = None if matrix is None else as_array(matrix)
+        flat.extend((0, 0) if place is None else (place.pointer, place.strides[0]))
+    return flat
+
+
+@lru_cache(maxsize=256)
+def _ranges(spec: RegroupSpec, backward: bool) -> tuple[array[int], array[int]]:
+    """sl_range of every range, and sl_term of every term."""
+    ranges, terms = array("q"), array("q")
+    for part in spec.backward_ranges() if backward else spec.forward_ranges():
+        ranges.extend((part.matrix, part.column, part.width, len(terms) // 2, len(part.terms)))
+        for term in part.terms:
+            terms.extend(term)
+    return ranges, terms
+
+
+def _address(flat: array[int]) -> int:
+    return flat.buffer_info()[0]
