@@ -1,6 +1,7 @@
 // Distinct ids, and ids by owner: what a stable sort of (value, position) needs around it.
 #pragma once
 
+#include "../api/sparselift_exchange.h"
 #include "args.h"
 #include "platform.h"
 
@@ -11,7 +12,8 @@ struct IdKeyArgs {
     int32_t are_64;
     int32_t count;
     int64_t rows;
-    int64_t rows_per_key;      // the key of id i is i / rows_per_key
+    int64_t divisor;           // the key of id i is i / divisor, or i % divisor
+    int32_t modulo;
     uint64_t unused;           // the key of what is no row: after all others
     uint64_t* keys;
     uint32_t* positions;
@@ -26,7 +28,8 @@ __global__ void __launch_bounds__(kMaxThreads) id_keys_kernel(IdKeyArgs args) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= args.count) return;
     const int64_t id = id_at(args.ids, args.are_64 != 0, i);
-    args.keys[i] = id >= 0 && id < args.rows ? static_cast<uint64_t>(id / args.rows_per_key) : args.unused;
+    const int64_t key = args.modulo ? id % args.divisor : id / args.divisor;
+    args.keys[i] = id >= 0 && id < args.rows ? static_cast<uint64_t>(key) : args.unused;
     args.positions[i] = static_cast<uint32_t>(i);
 }
 
@@ -54,25 +57,26 @@ struct OwnerArgs {
     const void* ids;
     const uint64_t* keys;      // owners, sorted
     const uint32_t* positions; // of ids, ascending within an owner
-    const int32_t* offsets;
+    const void* offsets;
     int32_t are_64;
+    int32_t offsets_are_64;
     int32_t count;
     int32_t num_bags;
-    int32_t num_owners;
-    int64_t rows_per_owner;
-    int64_t* rows;
-    int32_t* sources;
-    int32_t* lengths;
+    sl_owners owners;
+    sl_buckets out;
 };
 
-/// Grid: a thread a sorted position. Bytes: 12 read, the id from its own place, 12 written.
+/// Grid: a thread a sorted position. Bytes: 12 read, the id from its own place, 12 written, and 4 at the id's own place.
 __global__ void __launch_bounds__(kMaxThreads) owned_rows_kernel(OwnerArgs args) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= args.count) return;
     const uint32_t position = args.positions[i];
     const auto owner = static_cast<int64_t>(args.keys[i]);
-    args.rows[i] = owner < args.num_owners ? id_at(args.ids, args.are_64 != 0, position) - owner * args.rows_per_owner : -1;
-    args.sources[i] = static_cast<int32_t>(position);
+    const int64_t id = id_at(args.ids, args.are_64 != 0, position);
+    const int64_t row = args.owners.modulo ? id / args.owners.count : id - owner * args.owners.rows_per_owner;
+    args.out.rows[i] = owner < args.owners.count ? row : -1;
+    args.out.sources[i] = static_cast<int32_t>(position);
+    args.out.places[position] = static_cast<int32_t>(i);
 }
 
 /// The first sorted position whose (owner, position among the ids) is not less than the given.
@@ -92,8 +96,9 @@ __global__ void __launch_bounds__(kMaxThreads) owned_lengths_kernel(OwnerArgs ar
     const int64_t bag = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (bag >= args.num_bags) return;
     const uint64_t owner = blockIdx.y;
-    const auto begin = static_cast<uint32_t>(args.offsets[bag]), end = static_cast<uint32_t>(args.offsets[bag + 1]);
-    args.lengths[static_cast<int64_t>(owner) * args.num_bags + bag] = lower_bound(args, owner, end) - lower_bound(args, owner, begin);
+    const auto begin = static_cast<uint32_t>(id_at(args.offsets, args.offsets_are_64 != 0, bag));
+    const auto end = static_cast<uint32_t>(id_at(args.offsets, args.offsets_are_64 != 0, bag + 1));
+    args.out.lengths[static_cast<int64_t>(owner) * args.num_bags + bag] = lower_bound(args, owner, end) - lower_bound(args, owner, begin);
 }
 
 }  // namespace sparselift::cuda

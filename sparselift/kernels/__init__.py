@@ -33,14 +33,14 @@ def get_backend(name: str = "cpu") -> KernelBackend:
 
 
 def get_exchange(name: str = "cpu") -> ExchangeKernels:
-    """What surrounds an exchange between ranks, by the names of `get_backend` but "cuda". Raises as that does."""
+    """What surrounds an exchange between ranks, by the names of `get_backend`. Raises as that does."""
     if name == "reference":
         from .exchange_reference import ReferenceExchange
         return ReferenceExchange()
-    if name not in BACKENDS or name == "cuda":
-        raise ValueError(f"the backend must be one of {', '.join(BACKENDS[:-1])}; got {name!r}")
-    from .exchange_compiled import CpuExchange
-    return CpuExchange(name.partition("-")[2] or None)
+    if name not in BACKENDS:
+        raise ValueError(f"the backend must be one of {', '.join(BACKENDS)}; got {name!r}")
+    from .exchange_compiled import CpuExchange, CudaExchange
+    return CudaExchange() if name == "cuda" else CpuExchange(name.partition("-")[2] or None)
 
 
 def available_backends() -> tuple[str, ...]:

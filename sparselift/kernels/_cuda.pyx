@@ -10,14 +10,15 @@ from sparselift.kernels._cpu cimport sl_feature, sl_index_input, sl_matrix, sl_r
 from sparselift.kernels._cuda_abi cimport (
     SL_BAD_ARGUMENT, SL_BAD_ID, SL_CUDA_STATUS_BYTES, SL_NO_MEMORY, SL_OK, SL_RULE_ABSENT, sl_cuda_batch, sl_cuda_batch_bytes,
     sl_cuda_batch_destroy, sl_cuda_batch_indices, sl_cuda_batch_maxima, sl_cuda_batch_num_bags, sl_cuda_batch_num_lookups,
-    sl_cuda_batch_offsets, sl_cuda_bucketize, sl_cuda_bucketize_workspace_bytes, sl_cuda_check_device, sl_cuda_clear_fault,
-    sl_cuda_coalesced_grad, sl_cuda_context, sl_cuda_count_lookups, sl_cuda_dedup, sl_cuda_dedup_workspace_bytes, sl_cuda_default_shape,
-    sl_cuda_device_type, sl_cuda_expanded_grad, sl_cuda_fault, sl_cuda_fault_create, sl_cuda_fault_destroy, sl_cuda_forward,
-    sl_cuda_forward_workspace_bytes, sl_cuda_gradient_workspace_bytes, sl_cuda_ids, sl_cuda_pack, sl_cuda_pack_workspace_bytes,
-    sl_cuda_packed_row_bytes, sl_cuda_part, sl_cuda_prepare, sl_cuda_program, sl_cuda_program_create, sl_cuda_program_destroy,
-    sl_cuda_segment, sl_cuda_shape, sl_cuda_table, sl_cuda_unpack, sl_cuda_update, sl_cuda_update_workspace_bytes, sl_cuda_weight_grad,
-    sl_cuda_weights, sl_error_text,
+    sl_cuda_batch_offsets, sl_cuda_bucketize, sl_cuda_bucketize_workspace_bytes, sl_cuda_buffer_fault, sl_cuda_check_device,
+    sl_cuda_clear_fault, sl_cuda_coalesced_grad, sl_cuda_context, sl_cuda_count_lookups, sl_cuda_dedup, sl_cuda_dedup_workspace_bytes,
+    sl_cuda_default_shape, sl_cuda_device_type, sl_cuda_expanded_grad, sl_cuda_fault, sl_cuda_fault_create, sl_cuda_fault_destroy,
+    sl_cuda_forward, sl_cuda_forward_workspace_bytes, sl_cuda_gradient_workspace_bytes, sl_cuda_pack, sl_cuda_pack_workspace_bytes,
+    sl_cuda_prepare, sl_cuda_program, sl_cuda_program_create, sl_cuda_program_destroy, sl_cuda_regroup, sl_cuda_regroup_workspace_bytes,
+    sl_cuda_segment, sl_cuda_shape, sl_cuda_table, sl_cuda_unpack, sl_cuda_unpack_workspace_bytes, sl_cuda_update,
+    sl_cuda_update_workspace_bytes, sl_cuda_weight_grad, sl_cuda_weights, sl_error_text,
 )
+from sparselift.kernels._exchange cimport sl_boundaries, sl_buckets, sl_ids, sl_owners, sl_part, sl_range, sl_term
 
 from sparselift.errors import KernelError
 
@@ -333,14 +334,47 @@ cdef sl_cuda_context context_of(uintptr_t workspace, int64_t workspace_bytes, ui
     return sl_cuda_context(<void*>stream, NULL, NULL, <void*>workspace, workspace_bytes)
 
 
+cdef class BufferFault:
+    """Where `unpack` notes a header that is not the expected one.
+
+    Parameters
+    ----------
+    status   device memory of STATUS_BYTES, which must live as long
+    stream   where that memory is cleared
+    """
+
+    cdef sl_cuda_context context
+
+    def __cinit__(self, uintptr_t status, uintptr_t stream):
+        check(sl_cuda_fault_create(&self.context.fault))
+        self.context.status = <void*>status
+        self._clear(stream)
+
+    def __dealloc__(self):
+        if self.context.fault != NULL:
+            sl_cuda_fault_destroy(self.context.fault)
+
+    cdef int _clear(self, uintptr_t stream) except -1:
+        self.context.stream = <void*>stream
+        return check(sl_cuda_clear_fault(&self.context))
+
+    def take(self, uintptr_t stream):
+        """What the device has told of since the last call, in words, or None."""
+        if sl_cuda_buffer_fault(self.context.fault) == SL_OK:
+            return None
+        text = sl_error_text().decode()
+        self._clear(stream)
+        return text
+
+
 def dedup_workspace_bytes(int64_t num_ids) -> int:
     return sl_cuda_dedup_workspace_bytes(num_ids)
 
 
 def dedup(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t distinct, uintptr_t slots, uintptr_t count,
           uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
-    """Distinct ids (int64), which of them each id is (int32), and how many there are (int64); see sparselift_cuda_exchange.h."""
-    cdef sl_cuda_ids given = sl_cuda_ids(<const void*>ids, num_ids, are_64, rows)
+    """Distinct ids (int64), which of them each id is (int32), and how many there are (int64); see sparselift_exchange.h."""
+    cdef sl_ids given = sl_ids(<const void*>ids, num_ids, rows, are_64)
     cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
     cdef sl_status status
     with nogil:
@@ -352,42 +386,60 @@ def bucketize_workspace_bytes(int64_t num_ids) -> int:
     return sl_cuda_bucketize_workspace_bytes(num_ids)
 
 
-def bucketize(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t offsets, int64_t num_bags, int64_t rows_per_owner,
-              int64_t num_owners, uintptr_t owned_rows, uintptr_t sources, uintptr_t lengths, uintptr_t workspace, int64_t workspace_bytes,
-              uintptr_t stream):
-    """Rows (int64) by owner, where each came from (int32), and lengths (owners, bags) int32; see sparselift_cuda_exchange.h."""
-    cdef sl_cuda_ids given = sl_cuda_ids(<const void*>ids, num_ids, are_64, rows)
+def bucketize(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t bounds, int64_t num_bags, bint bounds_are_64,
+              int64_t num_owners, int64_t rows_per_owner, bint modulo, uintptr_t owned_rows, uintptr_t sources, uintptr_t places,
+              uintptr_t lengths, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
+    """Rows (int64) by owner, where each came from and went to (int32), and lengths (owners, bags) int32; see sparselift_exchange.h."""
+    cdef sl_ids given = sl_ids(<const void*>ids, num_ids, rows, are_64)
+    cdef sl_boundaries bags = sl_boundaries(<const void*>bounds, num_bags, bounds_are_64)
+    cdef sl_owners owners = sl_owners(num_owners, rows_per_owner, modulo)
+    cdef sl_buckets buckets = sl_buckets(<int64_t*>owned_rows, <int32_t*>sources, <int32_t*>places, <int32_t*>lengths)
     cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
     cdef sl_status status
     with nogil:
-        status = sl_cuda_bucketize(&given, <const int32_t*>offsets, num_bags, rows_per_owner, num_owners, <int64_t*>owned_rows,
-                                   <int32_t*>sources, <int32_t*>lengths, &context)
+        status = sl_cuda_bucketize(&given, &bags, &owners, &buckets, &context)
     check(status)
-
-
-def packed_row_bytes(int64_t dim, int32_t dtype) -> int:
-    """Bytes of a row inside a packed buffer; dtype 0 float32, 1 float16, 2 bfloat16, 3 int8 with a scale a row."""
-    return sl_cuda_packed_row_bytes(dim, dtype)
 
 
 def pack_workspace_bytes(int64_t num_parts) -> int:
     return sl_cuda_pack_workspace_bytes(num_parts)
 
 
-def pack(parts, uintptr_t buffer, bint unpacks, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
-    """Rows of all parts into the buffer, or out of it (`unpacks`). `parts`: the fields of sl_cuda_part, a tuple a part."""
-    cdef Py_ssize_t i, count = len(parts)
-    cdef sl_cuda_part* given = <sl_cuda_part*>allocate(count, sizeof(sl_cuda_part))
+def pack(uintptr_t parts, int64_t num_parts, uintptr_t buffer, int64_t buffer_bytes, uintptr_t workspace, int64_t workspace_bytes,
+         uintptr_t stream):
+    """Rows of all parts into the buffer. `parts`: an array of sl_part in host memory."""
     cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
-    cdef uintptr_t rows
     cdef sl_status status
-    try:
-        for i in range(count):
-            rows, given[i].row_stride, given[i].num_rows, given[i].offset_bytes, given[i].dim, given[i].dtype = parts[i]
-            given[i].rows = <float*>rows
-        with nogil:
-            status = (sl_cuda_unpack(given, count, <const void*>buffer, &context) if unpacks
-                      else sl_cuda_pack(given, count, <void*>buffer, &context))
-        check(status)
-    finally:
-        free(given)
+    with nogil:
+        status = sl_cuda_pack(<const sl_part*>parts, num_parts, <void*>buffer, buffer_bytes, &context)
+    check(status)
+
+
+def unpack_workspace_bytes(int64_t num_parts) -> int:
+    return sl_cuda_unpack_workspace_bytes(num_parts)
+
+
+def unpack(uintptr_t parts, int64_t num_parts, uintptr_t buffer, int64_t buffer_bytes, BufferFault fault not None, uintptr_t workspace,
+           int64_t workspace_bytes, uintptr_t stream):
+    """The reverse. What is wrong with the header goes to `fault`."""
+    cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
+    cdef sl_status status
+    context.status, context.fault = fault.context.status, fault.context.fault
+    with nogil:
+        status = sl_cuda_unpack(<const sl_part*>parts, num_parts, <const void*>buffer, buffer_bytes, &context)
+    check(status)
+
+
+def regroup_workspace_bytes(int64_t num_ranges, int64_t num_terms) -> int:
+    return sl_cuda_regroup_workspace_bytes(num_ranges, num_terms)
+
+
+def regroup(uintptr_t ranges, int64_t num_ranges, uintptr_t terms, int64_t num_terms, uintptr_t given, uintptr_t results, int64_t batch,
+            uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
+    """Arrays of sl_range, sl_term and, twice, sl_matrix, in host memory."""
+    cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
+    cdef sl_status status
+    with nogil:
+        status = sl_cuda_regroup(<const sl_range*>ranges, num_ranges, <const sl_term*>terms, num_terms, <const sl_matrix*>given,
+                                 <const sl_matrix*>results, batch, &context)
+    check(status)

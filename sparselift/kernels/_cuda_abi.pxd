@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, int64_t
 
 from ._cpu cimport sl_feature, sl_index_input, sl_matrix, sl_rule, sl_state, sl_status
+from ._exchange cimport sl_boundaries, sl_buckets, sl_ids, sl_owners, sl_part, sl_range, sl_term
 
 
 cdef extern from "api/sparselift_cuda.h" nogil:
@@ -94,26 +95,17 @@ cdef extern from "api/sparselift_cuda.h" nogil:
 
 # Mirrors csrc/api/sparselift_cuda_exchange.h.
 cdef extern from "api/sparselift_cuda_exchange.h" nogil:
-    ctypedef struct sl_cuda_ids:
-        const void* data
-        int64_t count
-        int32_t are_64
-        int64_t rows
-
-    ctypedef struct sl_cuda_part:
-        float* rows
-        int64_t row_stride
-        int64_t num_rows
-        int64_t offset_bytes
-        int32_t dim
-        int32_t dtype
-
     int64_t sl_cuda_dedup_workspace_bytes(int64_t num_ids)
-    sl_status sl_cuda_dedup(const sl_cuda_ids* ids, int64_t* distinct, int32_t* slots, int64_t* count, const sl_cuda_context* context)
+    sl_status sl_cuda_dedup(const sl_ids* ids, int64_t* distinct, int32_t* slots, int64_t* count, const sl_cuda_context* context)
     int64_t sl_cuda_bucketize_workspace_bytes(int64_t num_ids)
-    sl_status sl_cuda_bucketize(const sl_cuda_ids* ids, const int32_t* offsets, int64_t num_bags, int64_t rows_per_owner,
-                                int64_t num_owners, int64_t* rows, int32_t* sources, int32_t* lengths, const sl_cuda_context* context)
-    int64_t sl_cuda_packed_row_bytes(int64_t dim, int32_t dtype)
+    sl_status sl_cuda_bucketize(const sl_ids* ids, const sl_boundaries* bags, const sl_owners* owners, const sl_buckets* buckets,
+                                const sl_cuda_context* context)
     int64_t sl_cuda_pack_workspace_bytes(int64_t num_parts)
-    sl_status sl_cuda_pack(const sl_cuda_part* parts, int64_t num_parts, void* buffer, const sl_cuda_context* context)
-    sl_status sl_cuda_unpack(const sl_cuda_part* parts, int64_t num_parts, const void* buffer, const sl_cuda_context* context)
+    sl_status sl_cuda_pack(const sl_part* parts, int64_t num_parts, void* buffer, int64_t buffer_bytes, const sl_cuda_context* context)
+    int64_t sl_cuda_unpack_workspace_bytes(int64_t num_parts)
+    sl_status sl_cuda_unpack(const sl_part* parts, int64_t num_parts, const void* buffer, int64_t buffer_bytes,
+                             const sl_cuda_context* context)
+    sl_status sl_cuda_buffer_fault(const sl_cuda_fault* fault)
+    int64_t sl_cuda_regroup_workspace_bytes(int64_t num_ranges, int64_t num_terms)
+    sl_status sl_cuda_regroup(const sl_range* ranges, int64_t num_ranges, const sl_term* terms, int64_t num_terms, const sl_matrix* given,
+                              const sl_matrix* results, int64_t batch, const sl_cuda_context* context)

@@ -1,10 +1,11 @@
-"""What surrounds an exchange, compiled: one face of C ABIs, which take addresses alone."""
+"""What surrounds an exchange, compiled: one face of the C ABIs of the CPU and of CUDA, which take addresses alone."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from sparselift.arrays import as_array
-from sparselift.errors import KernelError
+from sparselift.errors import ExchangeError, KernelError
 
 from .cpu import ISAS, CpuBackend
+from .cuda import CUDA_MODULE, CudaBackend
 from .exchange import Buckets, Distinct, ExchangeKernels, RowOwners
 from .packed import WIRE_DTYPES, PackedLayout
 from .regroup import RegroupSpec
@@ -81,6 +83,59 @@ class CpuExchange(CompiledExchange):
 
     def _call(self, name: str, sizes: tuple[int, ...], *args: object) -> None:
         getattr(self._raw, name)(*args, self._number, torch.get_num_threads())
+
+
+class CudaExchange(CompiledExchange):
+    """On a CUDA device, by the kernels of csrc/cuda.
+
+    Parameters
+    ----------
+    device, module   as of CudaBackend, and raises as that does
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: str | torch.device = "cuda", module: str = CUDA_MODULE) -> None:
+        backend = CudaBackend(device, module=module)
+        self.device, self._module, self._raw = backend.device, module, backend.extension
+        self._status = self._empty((self._raw.STATUS_BYTES,), torch.uint8)
+        with self._on_device() as stream:
+            self._fault = self._raw.BufferFault(self._status.data_ptr(), stream)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CudaExchange, (self.device, self._module)
+
+    def _call(self, name: str, sizes: tuple[int, ...], *args: object) -> None:
+        with self._on_device() as stream:
+            space = self._empty((getattr(self._raw, f"{name}_workspace_bytes")(*sizes),), torch.uint8)
+            getattr(self._raw, name)(*args, space.data_ptr(), space.nbytes, stream)
+
+    def _unpack(self, layout: PackedLayout, buffer: Tensor, outputs: Sequence[Tensor]) -> None:
+        self._raise_fault()
+        parts = _parts(layout, outputs)
+        self._call("unpack", (len(outputs),), _address(parts), len(outputs), buffer.data_ptr(), buffer.numel(), self._fault)
+        self._raise_fault()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        """Raises ExchangeError for a header that the device has told of."""
+        with self._on_device() as stream:
+            text = self._fault.take(stream)
+        if text is not None:
+            raise ExchangeError(text)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[int]:
+        """Launches go to this device, whichever is current, on torch's current stream there: its handle."""
+        if self.device.type != "cuda":
+            yield 0                                            # the emulator
+            return
+        with torch.cuda.device(self.device):
+            yield torch.cuda.current_stream(self.device).cuda_stream
 
 
 def _ids(ids: Tensor, rows: int) -> tuple[int, int, bool, int]:

@@ -1,4 +1,4 @@
-"""What surrounds an exchange, run over the reference and the CPU's instruction sets."""
+"""What surrounds an exchange, run over the reference, the CPU's instruction sets, and the CUDA kernels on the emulator or a device."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from sparselift.kernels.exchange import (
     RegroupSpec,
     RowOwners,
 )
+from tests.simt import module as simt
+from tests.simt.module import Simt
 
 SHAPES = [(7, 64), (0, 8), (1, 1), (33, 3), (3, 130), (4, 0), (2, 16)]
 # Where float16 and bfloat16 round, end, and begin; and NaNs of both signs, quiet and signalling.
@@ -30,12 +32,24 @@ SPECIAL_BITS = [0, 1, 0x33000000, 0x33000001, 0x387FFFFF, 0x38800000, 0x3F800800
                 0x477FEFFF, 0x477FF000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7F812345, 0x7FC00000, 0x7FFFFFFF]
 
 
-@pytest.fixture(params=[name for name in BACKENDS if name not in ("cpu", "cuda")])
-def exchange(request: pytest.FixtureRequest) -> ExchangeKernels:
-    """The reference and the CPU kernels of each instruction set."""
-    if request.param not in available_backends():
-        pytest.skip(f"{request.param}: not built, or its instruction set is missing here")
-    return get_exchange(request.param)
+@pytest.fixture(params=[*(name for name in BACKENDS if name not in ("cpu", "cuda")), *({"cuda"} & set(available_backends())),
+                        *(pytest.param(f"simt-{schedule}", marks=pytest.mark.slow) for schedule in simt.SCHEDULES)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The reference, the CPU kernels of each instruction set, and the CUDA kernels on a device and under each schedule of the emulator."""
+    name = str(request.param)
+    if not name.startswith("simt-") and name not in available_backends():
+        pytest.skip(f"{name}: not built, or its instruction set is missing here")
+    return name
+
+
+@pytest.fixture
+def exchange(request: pytest.FixtureRequest, backend: str) -> ExchangeKernels:
+    kind, _, schedule = backend.partition("-")
+    if kind != "simt":
+        return get_exchange(backend)
+    emulator: Simt = request.getfixturevalue("emulator")
+    emulator.set_schedule(schedule)
+    return emulator.exchange()
 
 
 def on(exchange: ExchangeKernels, tensor: Tensor) -> Tensor:

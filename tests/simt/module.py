@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from sparselift.kernels.cuda import CudaBackend, KernelShape
+from sparselift.kernels.exchange_compiled import CudaExchange
 
 from .emulator import ROOT, SANITIZER_FLAGS
 
@@ -32,7 +33,7 @@ OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidd
            "-DSPARSELIFT_SIMT", "-Icsrc")
 SOURCES = (*sorted(ROOT.glob("csrc/simt/*.cpp")), *(path for path in sorted(ROOT.glob("csrc/cuda/*.cu")) if path.name != "sort.cu"),
            ROOT / "csrc/api/status.cpp", ROOT / "tests/simt/control.cpp")
-CYTHON = (ROOT / "sparselift/kernels/_cuda.pyx", ROOT / "sparselift/kernels/_cuda_abi.pxd", ROOT / "sparselift/kernels/_cpu.pxd")
+CYTHON = (ROOT / "sparselift/kernels/_cuda.pyx", *(ROOT / f"sparselift/kernels/{name}.pxd" for name in ("_cuda_abi", "_cpu", "_exchange")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,9 @@ class Simt:
 
     def backend(self, shape: KernelShape | None = None) -> CudaBackend:
         return CudaBackend("cpu", shape or KernelShape(), NAME)
+
+    def exchange(self) -> CudaExchange:
+        return CudaExchange("cpu", NAME)
 
 
 @cache
