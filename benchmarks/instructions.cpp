@@ -4,16 +4,11 @@
 //   instructions ISA DIMS NAME...    runs each of these at each dim; a line for each run: name, tab, dim, tab, lookups
 //
 // A kernel is called twice: the first call grows workspaces and binds symbols, the second goes through `counted`.
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <sstream>
-#include <string>
-#include <vector>
+#include "instructions.h"
 
-#include "api/sparselift_cpu.h"
+#include <cstring>
+#include <sstream>
+
 #include "cpu/kernels.h"
 
 // Builds of the kernels that were not asked for are not linked: these stand in for them, and give way to those that are.
@@ -48,37 +43,6 @@ struct Case {
     int32_t coalesce = SL_COALESCE_CHAIN;
     int32_t rule = SL_RULE_ABSENT;
 };
-
-void check(sl_status status) {
-    if (status == SL_OK) return;
-    std::fprintf(stderr, "instructions: %s\n", sl_error_text());
-    std::exit(1);
-}
-
-/// The same numbers on every machine.
-class Random {
-  public:
-    int64_t below(int64_t bound) {
-        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-        return static_cast<int64_t>((state_ >> 33) % static_cast<uint64_t>(bound));
-    }
-
-  private:
-    uint64_t state_ = 0;
-};
-
-struct Free {
-    void operator()(float* data) const { std::free(data); }
-};
-using Floats = std::unique_ptr<float[], Free>;
-
-/// On a cache line of its own, wherever malloc would have put it.
-Floats floats(int64_t count) {
-    auto* data = static_cast<float*>(std::aligned_alloc(64, (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64));
-    if (!data) std::abort();
-    for (int64_t i = 0; i < count; ++i) data[i] = static_cast<float>(i % 7 + 1);
-    return Floats(data);
-}
 
 /// A program of one table and one feature, a batch, and every array that a kernel reads or writes. Pooled outputs and their
 /// gradients are half the columns of a wider matrix, as in a group of features.
@@ -228,12 +192,21 @@ int32_t isa_of(const char* name) {
 }  // namespace
 
 /// Where callgrind counts: by its name, which no optimization may change.
-extern "C" __attribute__((noipa)) void counted(const Case& kernel, Setting& setting) { kernel.call(setting); }
+extern "C" __attribute__((noipa)) void counted(const Counted& kernel) { kernel.call(); }
+
+/// Once uncounted, once counted.
+void run(const std::string& name, const std::string& dim, const Counted& kernel) {
+    kernel.call();
+    counted(kernel);
+    std::printf("%s\t%s\t%lld\n", name.c_str(), dim.c_str(), static_cast<long long>(kernel.units));
+}
 
 int main(int count, char** arguments) {
     const std::vector<Case> all = cases();
+    const std::vector<FreeCase> others = free_cases();
     if (count < 3) {
         for (const Case& kernel : all) std::printf("%s\n", kernel.name.c_str());
+        for (const FreeCase& kernel : others) std::printf("%s\n", kernel.name.c_str());
         return 0;
     }
     const int32_t isa = isa_of(arguments[1]);
@@ -243,10 +216,10 @@ int main(int count, char** arguments) {
             for (const Case& kernel : all) {
                 if (kernel.name != arguments[i]) continue;
                 Setting setting(kernel, std::stoll(dim), isa);
-                kernel.call(setting);
-                counted(kernel, setting);
-                std::printf("%s\t%s\t%lld\n", arguments[i], dim.c_str(), static_cast<long long>(setting.lookups()));
+                run(kernel.name, dim, {[&] { kernel.call(setting); }, setting.lookups()});
             }
+            for (const FreeCase& kernel : others)
+                if (kernel.name == arguments[i]) run(kernel.name, dim, kernel.make(std::stoll(dim), isa));
         }
     }
     return 0;

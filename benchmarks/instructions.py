@@ -1,7 +1,7 @@
-"""Instructions that each CPU kernel takes a lookup, counted by callgrind: no clock, so the same figure on a machine however busy.
+"""Instructions that each CPU kernel takes a lookup or row, counted by callgrind: no clock, so the same figure on a machine however busy.
 
-A driver (instructions.cpp) is compiled with the kernels' own sources and the flags of setup.py, and run under valgrind, which has no
-AVX-512: the portable and the AVX2 build are counted. See README.md beside this file.
+A driver (instructions.cpp, instructions_free.cpp) is compiled with the kernels' own sources and the flags of setup.py, and run under
+valgrind, which has no AVX-512: the portable and the AVX2 build are counted. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DRIVER, EXTENSION = "benchmarks/instructions.cpp", "sparselift.kernels._cpu"
+DRIVER = ("benchmarks/instructions.cpp", "benchmarks/instructions_free.cpp")
+EXTENSIONS = tuple(f"sparselift.kernels.{name}" for name in ("_cpu", "_interaction", "_exchange"))
 COUNTED = "counted"                       # the driver's function around a call that counts
 DIMS = (16, 64, 100, 128)                 # 100: a partial vector at the end
 NOT_IN_VALGRIND = ("avx512",)
@@ -66,9 +67,14 @@ def setup() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "setup.py"))
 
 
-def isa_sources() -> dict[str, str]:
-    """The source of every build of the kernels, by the name of its instruction set."""
-    return {Path(source).stem: source for source in setup()["KERNEL_SOURCES"][EXTENSION] if source in setup()["ISA_FLAGS"]}
+def kernel_sources() -> list[str]:
+    """Of all extensions, each once."""
+    return list(dict.fromkeys(source for extension in EXTENSIONS for source in setup()["KERNEL_SOURCES"][extension]))
+
+
+def isa_of(source: str) -> str:
+    """The instruction set that a source is a build for; "" where it is for all."""
+    return Path(source).stem.rpartition("_")[2] if source in setup()["ISA_FLAGS"] else ""
 
 
 def run(command: Sequence[str | Path]) -> str:
@@ -83,8 +89,7 @@ def run(command: Sequence[str | Path]) -> str:
 
 def build(folder: Path, isas: Sequence[str]) -> Path:
     """Compiles the driver with the kernels of some instruction sets. Flags are the kernels' own, without those that Python's adds."""
-    left_out = [source for isa, source in isa_sources().items() if isa not in isas]
-    sources = [DRIVER, *(source for source in setup()["KERNEL_SOURCES"][EXTENSION] if source not in left_out)]
+    sources = [*DRIVER, *(source for source in kernel_sources() if isa_of(source) in ("", *isas))]
     flags = [*setup()["FLAGS"], "-fPIC", "-Icsrc"]
 
     def compiled(source: str) -> Path:
@@ -174,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options()
     args = parser.parse_args(arguments)
     recorded = None if args.check is None else read(args.check)
-    isas = args.isas or [isa for isa in isa_sources() if isa not in NOT_IN_VALGRIND]
+    isas = args.isas or [isa for isa in setup()["ISAS"] if isa not in NOT_IN_VALGRIND]
     try:
         with tempfile.TemporaryDirectory() as folder:
             driver = build(Path(folder), isas)
