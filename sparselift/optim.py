@@ -174,7 +174,7 @@ OPTIMIZER_RULES: dict[type[torch.optim.Optimizer], tuple[Rule, ...]] = {
 }
 FUSED_OPTIMIZERS = tuple(OPTIMIZER_RULES)        # all of them call a closure once, before anything else
 _KINDS = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", RowWiseAdagrad: "rowwise_adagrad", torch.optim.SparseAdam: "adam"}
-_STATE_KEYS = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}     # of torch's
+STATE_KEYS = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}     # of torch's
 
 
 def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any]) -> UpdateRule:
@@ -195,7 +195,7 @@ def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any]) -> Upda
 
 def state_parts(rule: str, state: dict[str, Any]) -> tuple[Tensor, ...]:
     """The tensors that a rule keeps in `optimizer.state[weight]`; none before the first step of an optimizer that makes them there."""
-    return tuple(state[key] for key in _STATE_KEYS[rule] if key in state)
+    return tuple(state[key] for key in STATE_KEYS[rule] if key in state)
 
 
 def rule_state(rule: str, state: dict[str, Any]) -> State:
@@ -216,13 +216,13 @@ def start_state(rule: str, optimizer: torch.optim.Optimizer, weight: Tensor) -> 
     if rule != "adam" or optimizer.state[weight]:
         return False
     optimizer.state[weight].update(step=0, **{key: torch.zeros_like(weight, memory_format=torch.preserve_format)
-                                              for key in _STATE_KEYS[rule]})
+                                              for key in STATE_KEYS[rule]})
     return True
 
 
 def state_obstacle(rule: str, state: dict[str, Any], weight: Tensor) -> str:
     """Why the kernels cannot take the state of a table in `optimizer.state`; empty if they can."""
-    for key, shape in zip(_STATE_KEYS[rule], state_shapes(rule, *weight.shape)):
+    for key, shape in zip(STATE_KEYS[rule], state_shapes(rule, *weight.shape)):
         value = state.get(key)
         if ("step" not in state or not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != shape
                 or not value.is_contiguous()):

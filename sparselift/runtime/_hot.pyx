@@ -274,8 +274,10 @@ cdef class Arranged:
     cdef readonly tuple arrived
     cdef readonly list pairs        # (weight, gradient)
     cdef readonly list weights      # a place; None where a table is not among them
-    cdef readonly list sums         # a place; Adagrad's state, else None
-    cdef readonly list counters     # the optimizer's step counts
+    cdef readonly list states       # a place; what the rule keeps: a tensor, Adam's two, or None
+    cdef readonly list steps        # a place; how many a table has had before, where the rule keeps a state, else None
+    cdef readonly list counters     # the optimizer's step counts that are tensors,
+    cdef readonly list numbered     # and its states in which they are numbers
     cdef readonly bint sparse
 
 
@@ -290,16 +292,16 @@ cdef bint holds(tensor, int64_t rows, int64_t columns) except -1:
     return has_memory(exchange, tensor, &view) and is_dense(&view, rows, columns)
 
 
-def arrange(params, states, sum_dims, fused):
+def arrange(params, states, keys, dims, fused):
     """The usual step of a param group: every pending gradient is what the same backwards of one program left, and is of a fused table.
 
     None where there is any other pending gradient, or none at all: then each table takes a decision of its own. `states` is the
-    optimizer's; `sum_dims` is how many dimensions of the weight its sums have, 0 for a rule without sums.
+    optimizer's; `keys` names what the rule keeps there, in tensors of the weight's first `dims` dimensions.
     """
     cdef Arranged group = Arranged.__new__(Arranged)
     cdef dict place
     cdef int64_t rows, columns
-    group.pairs, group.counters = [], []
+    group.pairs, group.counters, group.numbered = [], [], []
     for weight in params:
         grad = weight.grad
         if type(grad) is not PendingGrad:
@@ -310,7 +312,7 @@ def arrange(params, states, sum_dims, fused):
                 return None
             group.arrived, group.sparse = state.arrived, state.sparse
             place = group.arrived[0].place
-            group.weights, group.sums = [None] * len(place), [None] * len(place)
+            group.weights, group.states, group.steps = [None] * len(place), [None] * len(place), [None] * len(place)
         if (state.arrived is not group.arrived or state.value is not None or state.scales is not None or state.sparse != group.sparse
                 or state.table not in fused):
             return None
@@ -319,15 +321,21 @@ def arrange(params, states, sum_dims, fused):
         # Somebody gave two parameters one table's gradient, or moved a table (to another dtype, say) since its backward.
         if group.weights[position] is not None or not holds(weight, rows, columns):
             return None
-        if sum_dims:
+        if keys:
             own = states.get(weight)
-            if own is None:
+            if own is None or "step" not in own:
                 return None
-            total = own.get("sum")
-            if "step" not in own or type(total) is not Tensor or not holds(total, rows, columns if sum_dims == 2 else 0):
-                return None
-            group.sums[position] = total
-            group.counters.append(own["step"])
+            parts = [own.get(key) for key in keys]
+            for part in parts:
+                if type(part) is not Tensor or not holds(part, rows, columns if dims == 2 else 0):
+                    return None
+            step = own["step"]
+            group.states[position] = parts[0] if len(parts) == 1 else tuple(parts)
+            if isinstance(step, Tensor):
+                group.counters.append(step)
+            else:
+                group.numbered.append(own)
+            group.steps[position] = step
         group.weights[position] = weight
         group.pairs.append((weight, grad))
     return group if group.pairs else None

@@ -19,15 +19,13 @@ from torch.utils.hooks import RemovableHandle
 from sparselift.grad import GradState, PendingGrad
 from sparselift.kernels.base import Segment, State, UpdateRule
 from sparselift.memory import HugePageSet
-from sparselift.optim import FUSED_OPTIMIZERS, fused_rule, large_state, rule_state, start_state, state_obstacle, update_rule
-from sparselift.runtime._hot import arrange, consists_of_lookups, hide, is_table, pending, show
+from sparselift.optim import FUSED_OPTIMIZERS, STATE_KEYS, fused_rule, large_state, rule_state, start_state, state_obstacle, update_rule
+from sparselift.runtime._hot import Arranged, arrange, consists_of_lookups, hide, is_table, pending, show
 from sparselift.runtime.executor import Runtime
 from sparselift.workload import check_ranks
 
 _ONE = torch.ones(())
 _NO_STATE: dict[str, Any] = {}
-_SUM_DIMS = {"sgd": 0, "adagrad": 2, "rowwise_adagrad": 1}     # dimensions of the sums that a rule keeps, where it keeps those alone
-
 
 # One table that the kernels are to update: weight, gradient, rule, the rule's state.
 _Update = tuple[Tensor, GradState, UpdateRule, State]
@@ -112,21 +110,22 @@ class FusedStep:
         """Run the step of an optimizer with one param group whose tables got their gradients from the same lookups; False for another."""
         group = optimizer.param_groups[0]
         kind, _ = fused_rule(optimizer, group, True)
-        if kind not in _SUM_DIMS or len(optimizer.param_groups) > 1 or group.get("lr_decay") or _is_scaled(optimizer):
+        if kind is None or len(optimizer.param_groups) > 1 or group.get("lr_decay") or _is_scaled(optimizer):
             return False
-        found = arrange(group["params"], optimizer.state, _SUM_DIMS[kind], self.fused)
+        found = arrange(group["params"], optimizer.state, STATE_KEYS[kind], 1 if kind == "rowwise_adagrad" else 2, self.fused)
         if found is None or found.arrived[0].owners is not self.runtime.owners or (self.one_backward and len(found.arrived) > 1):
             return False
         if not found.sparse and fused_rule(optimizer, group, False)[0] is None:
             return False
         self.hidden = found.pairs
         hide(self.hidden)
-        rule = update_rule(kind, group, _NO_STATE)
-        rules = [None if weight is None else rule for weight in found.weights]
+        rules = _rules(kind, group, found)
         for arrival in found.arrived:
             arrival.segment.check_unchanged()
-        found.arrived[0].program.update(found.weights, found.sums, rules, [arrival.segment for arrival in found.arrived])
+        found.arrived[0].program.update(found.weights, found.states, rules, [arrival.segment for arrival in found.arrived])
         _count(found.counters)
+        for own in found.numbered:
+            own["step"] += 1
         torch.autograd.graph.increment_version([weight for weight, _ in found.pairs])
         return True
 
@@ -216,6 +215,15 @@ class _Loan:
 def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler leaves it to the optimizer to unscale gradients and to skip a step that has infinities."""
     return getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
+
+
+def _rules(kind: str, group: dict[str, Any], found: Arranged) -> list[UpdateRule | None]:
+    """The rule of every table of an arranged step: one for all, but for Adam's, which depends on how many steps a table has had."""
+    if kind != "adam":
+        rule = update_rule(kind, group, _NO_STATE)
+        return [None if weight is None else rule for weight in found.weights]
+    by_step = {step: update_rule(kind, group, {"step": step}) for step in dict.fromkeys(found.steps) if step is not None}
+    return [None if step is None else by_step[step] for step in found.steps]
 
 
 def _by_arrivals(updates: Sequence[_Update]) -> list[list[_Update]]:

@@ -19,6 +19,7 @@ from sparselift.grad import PendingGrad
 from sparselift.lift import lift
 from sparselift.optim import RowWiseAdagrad
 from sparselift.plan import default_plan
+from sparselift.runtime.step import FusedStep
 from sparselift.workload import Workload
 from tests.unit.runtime_models import Bags, assert_same, attach, bags_structure, batch, schedule
 
@@ -117,6 +118,24 @@ def test_every_optimizer_trains_as_natively(backend: str, optimizer: str, sparse
     pair.check()
     by_torch = {how for _, how in pair.applied.runtime.updates}
     assert bool(by_torch) == (optimizer not in FUSED), by_torch
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise", "sparse_adam"])
+def test_the_usual_step_is_one_call_for_all_tables(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tables that have had as many steps, and of tables that have not, whose rules differ in Adam."""
+    pair = Pair(optimizer, "cpu")
+    train(pair, range(1))                        # in which SparseAdam makes its state
+
+    def table_by_table(step: FusedStep, optimizer: torch.optim.Optimizer) -> None:
+        raise AssertionError("the tables were taken one by one")
+
+    monkeypatch.setattr(FusedStep, "_table_by_table", table_by_table)
+    for frozen in (True, False):
+        pair.both(lambda model, _, frozen=frozen: model.emb[1].weight.requires_grad_(not frozen))
+        train(pair, range(1, 3))
+    pair.check()
+    for model, made in ((pair.native, pair.native_opt), (pair.lifted, pair.lifted_opt)):
+        assert optimizer == "sgd" or [made.state[table.weight]["step"] for table in model.emb] == [5, 3, 5]
 
 
 def test_plan_can_leave_the_update_to_torch(backend: str) -> None:
