@@ -37,16 +37,17 @@ SIDES: dict[str, dict[str, Any]] = {
     "interaction, onednn_forward": {"interaction": True, "linear": "onednn_forward"},
     "interaction, onednn": {"interaction": True, "linear": "onednn"},
 }
+COMPILED = {"interaction, inductor": {"interaction": True, "linear": "native", "compile": "inductor"}}
 CHECKED = "interaction, onednn"            # the one with every rewrite
 
 
 class Variants:
-    """One model in training under several plans."""
+    """One model in training under several plans, by what each pins."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, sides: dict[str, dict[str, Any]] = SIDES) -> None:
         self.side, self.graph, self.current = side, sl.lift(side.workload()), ""
         self.applied: dict[str, Applied] = {}
-        for name, pins in SIDES.items():
+        for name, pins in sides.items():
             plan = default_plan(self.graph, sl.Constraints(pin=pins))
             self.applied[name] = Applied(plan.structure, build_schedule(plan.structure, plan.config), side.model)
 
@@ -71,12 +72,14 @@ def measure_steps(bench: Bench, name: str, optimizer: str, threads: int, args: a
     """Rows beside torch's step, and beside the plan that leaves the dense part alone."""
     torch.set_num_threads(threads)
     case = Case(bench, bench.workloads.load_workloads()[name], optimizer, args.seed)
-    native, variants = case.side(planned=False), Variants(case.side(planned=True))
-    variants.switch(CHECKED)
-    check(native, variants.side)
-    times = interleave([native.step, *map(variants.step, SIDES)], len(case.batches), args.reps, args.seed).T
+    pins = SIDES | (COMPILED if args.compile else {})
+    native, variants = case.side(planned=False), Variants(case.side(planned=True), pins)
+    for name_of_checked in (CHECKED, *(COMPILED if args.compile else ())):        # and compiled, before anything is timed
+        variants.switch(name_of_checked)
+        check(native, variants.side)
+    times = interleave([native.step, *map(variants.step, pins)], len(case.batches), args.reps, args.seed).T
     variants.switch("")
-    sides = dict(zip(SIDES, times[1:], strict=True))
+    sides = dict(zip(pins, times[1:], strict=True))
     for side, seconds in sides.items():
         for baseline, baseline_s in (("torch", times[0]), ("sparse", sides["sparse"])):
             if baseline != side:
@@ -127,6 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help=f"full steps; default: {','.join(WORKLOADS)}")
     parser.add_argument("--optimizers", type=_names, default=["sgd"], help="of the tables; default: sgd")
     parser.add_argument("--threads", type=lambda text: [int(count) for count in _names(text)], default=[1, 2], help="default: 1,2")
+    parser.add_argument("--compile", action="store_true", help="also the plan whose MLPs are compiled, which takes half a minute first")
     parser.add_argument("--reps", type=int, default=31, help="timed steps of every side; default: 31")
     parser.add_argument("--bench-folder", type=Path, default=BENCH, help="where workloads.py and workloads.json are")
     parser.add_argument("--seed", type=int, default=0)

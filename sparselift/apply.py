@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, OptimizerInfo, Structure, Table
+from sparselift.lift.dense_modules import find_dense_modules
 from sparselift.lift.linears import find_linears
 from sparselift.lift.modules import check_model, is_embedding, unliftable
 from sparselift.memory import HugePageSet
@@ -205,7 +206,8 @@ def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequenc
             tables.append(_current_table(table, weight, is_sparse, optimizer_info(is_sparse, held.get(weight, ()))))
     linears, _ = find_linears(model)
     return replace(recorded, tables=tuple(tables), features=tuple(features), optimizers=tuple(type(o).__name__ for o in optimizers),
-                   linears=linears)
+                   linears=linears, dense_modules=dense_modules)
+    dense_modules, _ = find_dense_modules(model)
 
 
 def _current_feature(feature: Feature, modules: dict[str, nn.Module]) -> Feature | None:

@@ -135,6 +135,14 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseModule:
+    """A module without lookups, not part of another one, that a compiler could take as one graph."""
+
+    name: str                      # its path
+    parameters: int                # elements of all of them
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """What a plan is made for. Two models with equal structures can run each other's plans."""
 
@@ -146,6 +154,7 @@ class Structure:
     world_size: int = 1
     interactions: tuple[Interaction, ...] = ()
     linears: tuple[Linear, ...] = ()
+    dense_modules: tuple[DenseModule, ...] = ()
 
     def table(self, name: str) -> Table:
         """Raises KeyError with the known names."""
@@ -176,6 +185,7 @@ class Structure:
             world_size=document["world_size"],
             interactions=tuple(Interaction(**each) for each in document["interactions"]),
             linears=tuple(Linear(**each) for each in document["linears"]),
+            dense_modules=tuple(DenseModule(**each) for each in document["dense_modules"]),
         )
 
 

@@ -49,6 +49,7 @@ class Schedule:
     groups: tuple[GroupSchedule, ...] = ()
     tables: dict[str, TableSchedule] | None = None
     linear: str = "native"         # or "onednn", "onednn_forward": what runs the dense part's linear layers
+    compile: str = "eager"         # or "inductor": what runs the modules without lookups
 
     @property
     def changes_dense(self) -> bool:
@@ -57,7 +58,8 @@ class Schedule:
 
     def without_dense(self) -> Schedule:
         """The same lookups and updates, with everything behind the lookups as torch runs it."""
-        return replace(self, groups=tuple(replace(group, interaction=None) for group in self.groups), linear="native")
+        return replace(self, groups=tuple(replace(group, interaction=None) for group in self.groups), linear="native",
+                       compile="eager")
 
 
 def build_schedule(structure: Structure, config: Config) -> Schedule:
@@ -77,7 +79,7 @@ def build_schedule(structure: Structure, config: Config) -> Schedule:
     groups = lookup_groups(structure, classes, str(config.policy["group_by"]), bool(config.policy["concat"]))
     products = {each.concat: each.name for each in structure.interactions} if config.policy["interaction"] else {}
     return Schedule("planned", tuple(GroupSchedule(*group, products.get(str(group.concat))) for group in groups), tables,
-                    str(config.policy["linear"]))
+                    str(config.policy["linear"]), str(config.policy["compile"]))
 
 
 def _table_schedule(table: Table, knobs: Mapping[str, Value]) -> TableSchedule:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sparselift.errors import EquivalenceError
+from sparselift.errors import EquivalenceError, LiftRefused
 from sparselift.measure import Comparison
 from sparselift.plan import Interval
+from sparselift.runtime.compiled import compile_seconds
 from sparselift.space import Config, SearchSpace
 from sparselift.tuning.study import Abort, Infeasible, Measured, StudyTrial
 
@@ -61,12 +62,14 @@ class Judge:
     What it must not forget is in the facts of each trial, from which `recall` finds it again.
     """
 
-    def __init__(self, space: SearchSpace, measure: Measure, verify: Verify, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._space, self._time, self._verify, self._clock = space, measure, verify, clock
+    def __init__(self, space: SearchSpace, measure: Measure, verify: Verify, clock: Callable[[], float] = time.perf_counter,
+                 compiling: Callable[[], float] = compile_seconds) -> None:
+        """`compiling` says how many seconds this process has spent in compilers."""
+        self._space, self._time, self._verify, self._clock, self._compiling = space, measure, verify, clock, compiling
         self._certificates: dict[Config, Mapping[str, Any]] = {}
         self.native_allowed = not space.check(space.native)
         self.champion = Champion(space.native) if self.native_allowed else Champion(space.default, speedup=0.0)
-        self.timed_s = self.warmup_s = self.waited_s = self.certificate_s = 0.0
+        self.timed_s = self.warmup_s = self.waited_s = self.certificate_s = self.compile_s = 0.0
 
     def judge(self, config: Config) -> Measured | Infeasible:
         """A config's time over native's, on the way to a trial. Raises what its steps raise, and Abort where native cannot run."""
@@ -74,14 +77,20 @@ class Judge:
             return Infeasible("; ".join(reasons))
         if config.path == "native":
             return self._judge_native()
+        compiled_s = self.compile_s
         try:
             self.certify(config)
         except EquivalenceError as error:
             logger.warning("a config is refused, since it does not compute what native computes: %s", error)
             return Infeasible(f"not equivalent to native: {error}")
+        except LiftRefused as error:
+            return Infeasible(str(error))
         found = self.measure(self._space.native, config, prune_below=_HOPELESS * self.champion.speedup)
         confirmed = self._confirmed(config, found)
-        return Measured(1 / found.speedup.value, _facts(found, confirmed, None if confirmed is None else self._certificates[config]))
+        facts = _facts(found, confirmed, None if confirmed is None else self._certificates[config])
+        if self.compile_s > compiled_s:
+            facts["compile_s"] = self.compile_s - compiled_s
+        return Measured(1 / found.speedup.value, facts)
 
     def recall(self, trials: Iterable[StudyTrial]) -> None:
         """Crown the fastest trial that was confirmed, also by other processes that work on the same study."""
@@ -138,12 +147,14 @@ class Judge:
         return Verdict(config, certificate, speedup, native_s, planned_s, default_s)
 
     def certify(self, config: Config) -> Mapping[str, Any]:
-        """Raises EquivalenceError."""
-        begin_s = self._clock()
+        """Raises EquivalenceError, and LiftRefused for what cannot be compiled. The first step of a config, in which it is, is in here."""
+        begin_s, compiled_s = self._clock(), self._compiling()
         try:
             self._certificates[config] = self._verify(config)
         finally:
-            self.certificate_s += self._clock() - begin_s
+            compiling_s = self._compiling() - compiled_s
+            self.compile_s += compiling_s
+            self.certificate_s += self._clock() - begin_s - compiling_s
         return self._certificates[config]
 
     def measure(self, incumbent: Config, candidate: Config, prune_below: float = 0.0, bar: float | None = None,

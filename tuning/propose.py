@@ -19,6 +19,7 @@ from sparselift.canonical import digest
 
 Space = Mapping[str, Sequence[Any]] | Callable[[Any], object]
 Suggest = Callable[[Any], object]
+Predicate = Callable[[Mapping[str, Any]], bool]
 
 OUTCOME = "outcome"                # the user attribute of a finished trial: its state, reason and facts
 _TPE_ATTEMPTS = 8                  # proposals that repeat an earlier trial before asking at random
@@ -61,22 +62,25 @@ def _check_dimension(name: str, choices: Sequence[Any]) -> None:
 
 
 def propose(suggest: Suggest, past: Sequence[FrozenTrial], tried: set[str], seeds: Sequence[Mapping[str, Any]],
-            seed: int) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
+            seed: int, later: Predicate = lambda params: False) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
     """The next configuration as (params, distributions): the first seed that was not tried; else, in turn, one from TPE and a neighbour of
     the best, which differs from it in one parameter.
 
     Most parameters change little, and those that do change the step by themselves: near the best there is nearly always something to
     gain, which TPE, drawing all parameters at once, reaches only after many trials.
 
-    Depends on its arguments alone. None where nothing new was found.
+    Depends on its arguments alone. None where nothing new was found. What `later` holds for is passed over.
     """
+    def is_due(params: Mapping[str, Any]) -> bool:
+        return _key(params) not in tried and not later(params)
+
     for params in seeds:
         fixed = FixedTrial(dict(params))
         suggest(fixed)
-        if _key(fixed.params) not in tried:
+        if is_due(fixed.params):
             return fixed.params, fixed.distributions
     if len(past) % 2:
-        neighbour = _neighbour(suggest, past, tried, seed)
+        neighbour = _neighbour(suggest, past, is_due, seed)
         if neighbour is not None:
             return neighbour
     with quiet():
@@ -88,15 +92,15 @@ def propose(suggest: Suggest, past: Sequence[FrozenTrial], tried: set[str], seed
                               else optuna.samplers.RandomSampler(seed=draw))
             trial = mirror.ask()
             suggest(trial)
-            if _key(trial.params) not in tried:
+            if is_due(trial.params):
                 return trial.params, trial.distributions
             mirror.tell(trial, state=TrialState.FAIL)
     return None
 
 
-def _neighbour(suggest: Suggest, past: Sequence[FrozenTrial], tried: set[str],
+def _neighbour(suggest: Suggest, past: Sequence[FrozenTrial], is_due: Predicate,
                seed: int) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
-    """A configuration that differs from the best in one parameter, and was not tried; None where there is none."""
+    """A configuration that differs from the best in one parameter, and is due; None where there is none."""
     measured = [trial for trial in past if trial.state == TrialState.COMPLETE and _informs(trial)]
     best = min(measured, key=lambda trial: (trial.value, trial.number), default=None)
     if best is None:
@@ -109,7 +113,7 @@ def _neighbour(suggest: Suggest, past: Sequence[FrozenTrial], tried: set[str],
             suggest(fixed)
         except ValueError:                                     # leads to parameters that the best does not have
             continue
-        if _key(fixed.params) not in tried:
+        if is_due(fixed.params):
             return fixed.params, fixed.distributions
     return None
 

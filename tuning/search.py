@@ -23,7 +23,7 @@ from sparselift.probe import probe
 from sparselift.progress import Progress
 from sparselift.progress import progress as reporter
 from sparselift.schedule import build_schedule
-from sparselift.space import Config, Constraints, SearchSpace, equivalence_of
+from sparselift.space import Config, Constraints, SearchSpace, equivalence_of, setup_s
 from sparselift.tuning import records, study
 from sparselift.tuning.judge import Judge, Measure, Verdict, Verify, interval_text
 from sparselift.tuning.records import label_of, records_of
@@ -40,6 +40,7 @@ logger = logging.getLogger("sparselift.tuning")
 _BATCHES = 16                      # to rotate over: more data than caches hold
 _THOROUGH_S = 20.0                 # enough for a comparison that matters, unless its fewest pairs take longer
 _LAST_TRIALS = 4                   # the last measurements take about as long as so many trials
+_SETUP_SHARE = 0.25                # of the time left for trials, that compiling for one of them may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ class _Search:
         def go(total: int) -> StudyResult:
             return study.run(self._suggest, self._objective, storage, total, seed, name=self.name, fingerprint=_fingerprint(self.space),
                              seeds=[params for _, params in self.seeds], positive=True, stop=lambda: self._out_of_time(timeout),
-                             on_trial=self._report, about={"workload": self.name, "seeds": self.seeds}, check=self._check)
+                             on_trial=self._report, about={"workload": self.name, "seeds": self.seeds}, check=self._check,
+                             later=lambda params: self._has_to_wait(params, timeout))
 
         before = go(0)
         self.judge.recall(before.trials)
@@ -179,6 +181,14 @@ class _Search:
         needed_s = (1 + _LAST_TRIALS) * self.trials_s / self.finished
         return "timeout" if time.perf_counter() - self.begin_s + needed_s > timeout else None
 
+    def _has_to_wait(self, params: Mapping[str, Any], timeout: float | None) -> bool:
+        """Whether setting a config up would take too much of the time that is left for trials."""
+        if timeout is None or self.judge.compile_s:              # what is compiled serves the configs after it
+            return False
+        needed_s = setup_s(self.space.graph.structure, self.space.from_params(params))
+        left_s = timeout - (time.perf_counter() - self.begin_s) - _LAST_TRIALS * self.trials_s / max(self.finished, 1)
+        return needed_s > _SETUP_SHARE * left_s
+
     def _report(self, trial: StudyTrial, _: StudyResult) -> None:
         self.judge.recall([trial])
         champion = self.judge.champion
@@ -195,7 +205,8 @@ class _Search:
         speedup = Interval(*trial.attrs["speedup"])
         if trial.params.get("path") == "native":
             return f"1.00x, and [{speedup.low:.2f}, {speedup.high:.2f}] against itself: the noise"
-        return interval_text(speedup) + ("  hopeless" if trial.attrs["pruned"] else "")
+        compiled = f", compiled in {trial.attrs['compile_s']:.0f} s" if "compile_s" in trial.attrs else ""
+        return interval_text(speedup) + compiled + ("  hopeless" if trial.attrs["pruned"] else "")
 
     # The plan.
 
@@ -250,7 +261,8 @@ class _Search:
     def _overhead(self) -> dict[str, float]:
         wall_s = time.perf_counter() - self.begin_s
         judge = self.judge
-        spent = {"timed_s": judge.timed_s, "warmup_s": judge.warmup_s, "waited_s": judge.waited_s, "certificate_s": judge.certificate_s}
+        spent = {"timed_s": judge.timed_s, "warmup_s": judge.warmup_s, "waited_s": judge.waited_s, "certificate_s": judge.certificate_s,
+                 "compile_s": judge.compile_s}
         return {"wall_s": wall_s, **spent, "other_s": wall_s - sum(spent.values())}
 
 

@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sparselift.preserve import sigint_deferred
 from sparselift.tuning import owner
 from sparselift.tuning.journal import StudyFile, damage_named, open_storage
-from sparselift.tuning.propose import OUTCOME, Space, Suggest, propose, quiet, suggester, tried
+from sparselift.tuning.propose import OUTCOME, Predicate, Space, Suggest, propose, quiet, suggester, tried
 
 __all__ = ["Abort", "Infeasible", "Measured", "Space", "Storage", "StudyFile", "StudyResult", "StudyTrial", "open_storage",
            "read_studies", "run"]
@@ -108,7 +108,7 @@ def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | I
         seeds: Sequence[Mapping[str, Any]] = (), default: Mapping[str, Any] | None = None, positive: bool = False,
         max_failures: int = 12, stop: Callable[[], str | None] | None = None,
         on_trial: Callable[[StudyTrial, StudyResult], None] | None = None, about: Mapping[str, Any] | None = None,
-        check: Check | None = None) -> StudyResult:
+        check: Check | None = None, later: Predicate | None = None) -> StudyResult:
     """Minimise `objective` until the study holds `trials` complete trials, those of earlier runs included.
 
     Parameters
@@ -129,6 +129,7 @@ def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | I
     on_trial      told of every finished trial, and how the study stands
     about         facts to store with a new study (plain JSON types)
     check         raises where the facts that were stored are not what the caller stores: the file is damaged then
+    later         whether a configuration is not to be tried now, for lack of time, say; it is asked anew before every trial
 
     Ctrl-C ends the run, and everything that was measured stays. No configuration is tried twice, unless it was interrupted or its
     process died. Running trials of processes that no longer live are closed first.
@@ -142,7 +143,8 @@ def run(space: Space, objective: Callable[[dict[str, Any]], float | Measured | I
         raise ValueError(f"trials and seed must be at least 0; got {trials} and {seed}")
     suggest, digest = suggester(space, fingerprint)
     records = _Records.open(_storage(storage), f"{name}-{digest}", about or {}, positive, check)
-    status = _Loop(records, suggest, objective, trials, seed, seeds, max_failures, stop, on_trial).run()
+    status = _Loop(records, suggest, objective, trials, seed, seeds, max_failures, stop, on_trial,
+                   later or (lambda params: False)).run()
     return records.result(status, default)
 
 
@@ -173,6 +175,7 @@ class _Loop:
     max_failures: int
     stop: Callable[[], str | None] | None
     on_trial: Callable[[StudyTrial, StudyResult], None] | None
+    later: Predicate
     failures: int = 0              # in a row
     barren: int = 0                # trials in a row without a value
     open_trial: int | None = None  # id of the trial that is running here
@@ -209,7 +212,7 @@ class _Loop:
         """Store a new running trial and return its params; None if there is nothing new to try."""
         with self.records.exclusive():
             past = self.records.frozen()
-            proposal = propose(self.suggest, past, tried(past), self.seeds, self.seed)
+            proposal = propose(self.suggest, past, tried(past), self.seeds, self.seed, self.later)
             if proposal is None:
                 return None
             self.open_trial = self.records.create(*proposal)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, Graph, Refusal, Structure
+from sparselift.lift.dense_modules import find_dense_modules
 from sparselift.lift.fx import confirm, trace
 from sparselift.lift.linears import find_linears
 from sparselift.lift.modules import EmbeddingModule, Survey, drop_sharers, is_embedding, survey
@@ -61,12 +62,14 @@ def lift(work: Workload, batches: int = 8) -> Graph:
     concats, fx = confirm(traced, find_concats(recording, features, hooked), {f.name: f for f in features.values()})
     linears, others = find_linears(work.model)
     notes |= {path: f"stays with torch's matrix product: {reason}" for path, reason in others.items()}
+    dense_modules, others = find_dense_modules(work.model)
+    notes |= {path: "; ".join([*filter(None, [notes.get(path)]), f"is not compiled: {reason}"]) for path, reason in others.items()}
     weights = {found.tables[module.weight].name: module.weight for module in modules.values()}
     structure = Structure(
         tables=tuple(table for table in found.tables.values() if table.name in weights), features=tuple(features.values()), concats=concats,
         optimizers=tuple(type(optimizer).__name__ for optimizer in work.optimizers),
         uses=None if work.uses is None else tuple(sorted(work.uses)), interactions=find_interactions(recording, features, concats),
-        linears=linears)
+        linears=linears, dense_modules=dense_modules)
     sketches = sketch_lookups(recording, features, {table.name: table.rows for table in structure.tables}, batches)
     return Graph(
         workload=work.name, structure=structure, nodes=build_nodes(structure, sketches, cost, work.optimizers, weights), sketches=sketches,

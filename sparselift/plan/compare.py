@@ -151,8 +151,9 @@ def _structure_differences(saved: Structure, current: Structure) -> Iterator[Dif
         there = {each.name: each for each in getattr(current, kind)}
         for name in dict.fromkeys([*here, *there]):
             yield from _entity_differences(f"{kind}.{name}", here.get(name), there.get(name))
-    if saved.linears != current.linears:
-        yield Difference("linears", saved.linears, current.linears, "re-check")       # what is not there any more runs natively
+    for kind in ("linears", "dense_modules"):                      # what is not there any more runs natively
+        if getattr(saved, kind) != getattr(current, kind):
+            yield Difference(kind, getattr(saved, kind), getattr(current, kind), "re-check")
     if saved.uses != current.uses:
         yield Difference("uses", saved.uses, current.uses, "re-check")
 

@@ -187,7 +187,7 @@ def _check_structure(structure: Structure) -> None:
     """What every reader of a structure relies on. Raises ValueError."""
     tables = {table.name: table for table in structure.tables}
     features = {feature.name for feature in structure.features}
-    for kind in ("tables", "features", "concats", "interactions", "linears"):
+    for kind in ("tables", "features", "concats", "interactions", "linears", "dense_modules"):
         names = [each.name for each in getattr(structure, kind)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"structure.{kind} names {twice} twice")

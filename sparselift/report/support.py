@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from sparselift.functional.routes import FOREIGN_TABLES, UNFUSED_OPTIONS, UNFUSED_TABLES
 from sparselift.grad import LAZY_OPERATIONS
+from sparselift.lift.dense_modules import DENSE_RULES
 from sparselift.lift.linears import LINEAR_RULES
 from sparselift.lift.modules import MODULE_RULES, UPDATE_RULES, WEIGHT_RULES
 from sparselift.optim import OPTIMIZER_RULES
@@ -58,6 +59,15 @@ does not take run in torch one by one, and `sparselift.explain(model)` counts th
 |---|---|
 {linears}
 
+## Compiled modules under a plan
+
+With `compile=inductor` the largest modules without lookups are compiled for training, but for these, which `graph.explain()` names. Calls
+that a graph is not made for (evaluations, fewer than 2 rows, autocast, transforms, checkpointing, hooks) run in torch one by one:
+
+| not compiled | reason |
+|---|---|
+{dense_modules}
+
 ## Gradients
 
 A lifted table's `.grad` is a tensor of the layout that torch's gradient would have. These operations are answered without computing it:
@@ -74,6 +84,7 @@ def page() -> str:
     return _PAGE.format(
         lookups=_rows((rule.what, f"torch: {in_general(rule.reason)}") for rule in (*FOREIGN_TABLES, *UNFUSED_OPTIONS, *UNFUSED_TABLES)),
         modules=_rows(_case(rule) for rule in (*MODULE_RULES, *WEIGHT_RULES, *UPDATE_RULES)),
+        dense_modules=_rows((rule.what, in_general(rule.reason)) for rule in DENSE_RULES),
         linears=_rows((rule.what, in_general(rule.reason)) for rule in LINEAR_RULES),
         optimizers=_rows((f"`{kind.__name__}`", rule.what, in_general(rule.reason))
                          for kind, rules in OPTIMIZER_RULES.items() for rule in rules),

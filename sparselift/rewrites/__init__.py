@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparselift.rewrites.base import EQUIVALENCES, Knob, Rewrite, Site, SizeClass, Value, same, weakest
+from sparselift.rewrites.compile_dense import CompileDense
 from sparselift.rewrites.concat import FuseConcat
 from sparselift.rewrites.dedup import Dedup
 from sparselift.rewrites.fuse_update import FuseUpdate
@@ -18,7 +19,7 @@ __all__ = ["CATALOG", "EQUIVALENCES", "Knob", "Rewrite", "Site", "SizeClass", "V
 
 # In the order in which their transforms are applied: what changes one table's nodes first, then what joins them into calls.
 CATALOG: tuple[Rewrite, ...] = (FuseUpdate(), Dedup(), Prefetch(), Partition(), Stores(), HugePages(), GroupTables(), FuseConcat(),
-                               FuseInteraction(), LinearLibrary())
+                               FuseInteraction(), LinearLibrary(), CompileDense())
 
 
 def catalog_table() -> str:

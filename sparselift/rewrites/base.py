@@ -117,6 +117,10 @@ class Rewrite(ABC):
         """Memory that these choices hold beyond weights, optimizer state, ids and pooled rows."""
         return 0
 
+    def setup_s(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> float:
+        """Seconds, about, that these choices take in every process before their first step, once for all configs that share them."""
+        return 0.0
+
     def applied(self, knobs: Mapping[str, Value]) -> bool:
         """Whether any knob is away from the native way."""
         return any(not same(knobs[knob.name], knob.off) for knob in self.knobs)

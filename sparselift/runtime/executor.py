@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
 from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
+from sparselift.runtime.compiled import CompiledModules
 from sparselift.runtime.groups import LookupGroup
 from sparselift.runtime.linear import DenseLayers
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
@@ -50,7 +51,11 @@ class Runtime:
         self.forwards = {name: _lifted(self, module, [f for f in structure.features if f.module == name])
                          for name, module in modules.items()}
         self.preludes = [Prelude(self, group) for group in schedule.groups if group.prelude]
-        self.dense = None if schedule.linear == "native" else DenseLayers(structure, model, schedule.linear == "onednn", self.aside)
+        self.dense: CompiledModules | DenseLayers | None = None
+        if schedule.compile == "inductor":
+            self.dense = CompiledModules(structure, model, self.aside)
+        elif schedule.linear != "native":
+            self.dense = DenseLayers(structure, model, schedule.linear == "onednn", self.aside)
 
     def _make_grads(self) -> None:
         self.grads = {name: TableGrad(table) for name, table in self.tables.items()}

@@ -17,11 +17,12 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from sparselift.functional.interaction import is_lowered
 from sparselift.ir import Structure
+from sparselift.lift.dense_modules import HOOKS
 from sparselift.lift.linears import pairs
 from sparselift.ops import nobody_watches
+from sparselift.runtime.dense import OwnForward, OwnForwards, plain_modules
 
 _SCHEMA = "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_available() -> bool:
@@ -34,44 +35,26 @@ def is_available() -> bool:
         return False
 
 
-class DenseLayers:
-    """The layers of one model.
-
-    Attributes
-    ----------
-    forwards  path -> replaced forward's owner, of layers and of chains
-    calls     of layers that ran in oneDNN
-    report    called with (path, why) for a call that did not
-    """
+class DenseLayers(OwnForwards["LinearForward | ChainForward"]):
+    """The layers of one model, and the chains that they are in. `calls`: of layers that ran in oneDNN."""
 
     def __init__(self, structure: Structure, model: nn.Module, backward: bool, report: Callable[[str, str], None]) -> None:
         """`backward`: whether the gradients' products are oneDNN's, too."""
-        self.backward, self.report, self.calls = backward, report, 0
-        self.forwards: dict[str, LinearForward | ChainForward] = {}
-        modules = dict(model.named_modules())
+        super().__init__(report)
+        self.backward = backward
+        modules = plain_modules(model)
         layers = {linear.name: modules.get(linear.name) for linear in structure.linears}
         if not is_available():
             report("linear layers", "this torch has no oneDNN operator for them")
             return
         roads = {layer: LinearForward(self, path, layer) for path, layer in layers.items()
-                 if type(layer) is nn.Linear and _is_free(layer)}
+                 if type(layer) is nn.Linear}
         self.forwards.update({road.path: road for road in roads.values()})
         for path, chain in modules.items():
-            if type(chain) is nn.Sequential and _is_free(chain):
+            if type(chain) is nn.Sequential:
                 fused = {layer: roads[layer] for layer, _ in pairs(chain) if layer in roads}
                 if fused:
                     self.forwards[path] = ChainForward(self, path, chain, fused)
-
-    def attach(self) -> None:
-        """Replace the forwards."""
-        for road in self.forwards.values():
-            road.module.forward = road.forward               # type: ignore[method-assign]
-
-    def detach(self) -> None:
-        """Put torch's back."""
-        for road in self.forwards.values():
-            if getattr(road.module.__dict__.get("forward"), "__self__", None) is road:
-                del road.module.forward
 
     def __str__(self) -> str:
         layers = [each for each in self.forwards.values() if isinstance(each, LinearForward)]
@@ -81,8 +64,8 @@ class DenseLayers:
                 f"{way}: {self.calls} calls")
 
 
-class LinearForward:
-    """The forward of a layer: an attribute of the instance, bound to an object of an importable class."""
+class LinearForward(OwnForward):
+    """The forward of a layer."""
 
     def __init__(self, owner: DenseLayers, path: str, module: nn.Linear) -> None:
         self.owner, self.path, self.module = owner, path, module
@@ -120,7 +103,7 @@ class LinearForward:
         return "" if nobody_watches() else "torch's product ran: its operations are being watched"
 
 
-class ChainForward:
+class ChainForward(OwnForward):
     """The forward of a chain in which ReLUs follow layers."""
 
     def __init__(self, owner: DenseLayers, path: str, module: nn.Sequential, fused: Mapping[nn.Linear, LinearForward]) -> None:
@@ -145,17 +128,11 @@ class ChainForward:
             return None
         road = self.fused[layer]
         own = getattr(layer.__dict__.get("forward"), "__self__", None)
-        heard = _has_any_global_hook() or any(getattr(each, name) for each in (layer, following) for name in _HOOKS)
+        heard = _has_any_global_hook() or any(getattr(each, name) for each in (layer, following) for name in HOOKS)
         if heard or own is not road or "forward" in following.__dict__:
             self.owner.report(road.path, "its ReLU ran by itself: one of the two has hooks or a replaced forward")
             return None
         return road.run(input, True)
-
-
-def _is_free(module: nn.Module) -> bool:
-    """Whether a module's forward is torch's, or one of ours, which another plan has there for now."""
-    forward = module.__dict__.get("forward")
-    return forward is None or isinstance(getattr(forward, "__self__", None), (LinearForward, ChainForward))
 
 
 class _Linear(torch.autograd.Function):

@@ -72,6 +72,7 @@ def verify(plan: Plan, work: Workload, *, backend: str = "cpu", seed: int = 0) -
     TypeError           `plan` is no Plan, or `work` no Workload
     PlanMismatchError   the plan is for another model: names each field
     EquivalenceError    the planned step computes something else: names the first value that differs
+    LiftRefused         a module that the plan compiles cannot be compiled: names it and why
     """
     check_plan("verify", plan)
     check_workload("verify", work)
@@ -118,4 +119,5 @@ def _numbers(schedule: Schedule) -> dict[str, Any]:
     """The schedule without what cannot change a number: hints to the memory system."""
     hints = {"prefetch": 0, "huge_pages": False, "stores": ""}
     tables = {name: {**asdict(knobs), **hints} for name, knobs in (schedule.tables or {}).items()}
-    return {"path": schedule.path, "groups": [asdict(group) for group in schedule.groups], "tables": tables, "linear": schedule.linear}
+    return {"path": schedule.path, "groups": [asdict(group) for group in schedule.groups], "tables": tables, "linear": schedule.linear,
+            "compile": schedule.compile}

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from sparselift.apply import Applied
-from sparselift.errors import EquivalenceError
+from sparselift.errors import EquivalenceError, LiftRefused
 from sparselift.ir import Structure
 from sparselift.preserve import preserve
+from sparselift.runtime.compiled import CompiledModules
 from sparselift.schedule import Schedule
 from sparselift.workload import Workload
 
@@ -20,15 +21,30 @@ TOLERANCE = 1e-3
 
 
 def check_gradients(structure: Structure, schedule: Schedule, work: Workload, batch: Any, backend: str) -> dict[str, float]:
-    """Compare the loss and all gradients of one batch in norm: the largest share of `TOLERANCE`. Raises EquivalenceError above 1."""
+    """Compare the loss and all gradients of one batch in norm: the largest share of `TOLERANCE`.
+
+    Raises EquivalenceError above 1, and LiftRefused for a module that is to be compiled and cannot be.
+    """
     native_loss, native = _gradients(work, batch, None)
-    loss, planned = _gradients(work, batch, Applied(structure, schedule, work.model, backend))
+    applied = Applied(structure, schedule, work.model, backend)
+    loss, planned = _gradients(work, batch, applied)
+    _require_compiled(applied)
     worst = _share("the loss", loss, native_loss)
     for name, want in native.items():
         if name not in planned:
             raise EquivalenceError(f"gradient of {name}: planned has none, native one")
         worst = max(worst, _share(f"gradient of {name}", planned[name], want))
     return {"gradients of a step": max(worst, 1e-9)}
+
+
+def _require_compiled(applied: Applied) -> None:
+    dense = applied.runtime.dense if applied.runtime is not None else None
+    if not isinstance(dense, CompiledModules):
+        return
+    if dense.refusals:
+        raise LiftRefused("compile='inductor': " + "; ".join(f"{path}: {why}" for path, why in dense.refusals.items()))
+    if not dense.calls:
+        raise LiftRefused(f"compile='inductor': none of {', '.join(dense.forwards)} is called in training")
 
 
 def _gradients(work: Workload, batch: Any, applied: Applied | None) -> tuple[Tensor, dict[str, Tensor]]:

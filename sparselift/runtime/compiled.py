@@ -1,0 +1,179 @@
+"""Modules without lookups in torch.compile, each as one graph, in training.
+
+A module's own forward is replaced. What it compiles to belongs to the module, not to a plan: a search that switches between plans compiles
+once. Every call is checked; whatever the graph was not made for runs as torch runs it, and is counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as graph_config
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+from torch.nn.modules.module import _has_any_global_hook
+
+from sparselift.functional.interaction import is_lowered
+from sparselift.ir import Structure
+from sparselift.lift.dense_modules import has_hooks
+from sparselift.ops import nobody_watches
+from sparselift.runtime.dense import OwnForward, OwnForwards, plain_modules
+
+_FEWEST_ROWS = 2                   # of an input: the compiler makes graphs of their own for none and one
+
+
+class CompiledModules(OwnForwards["CompiledForward"]):
+    """Those of one model."""
+
+    def __init__(self, structure: Structure, model: nn.Module, report: Callable[[str, str], None]) -> None:
+        super().__init__(report)
+        modules = plain_modules(model)
+        for path in (each.name for each in structure.dense_modules):
+            if path in modules:
+                self.forwards[path] = CompiledForward(self, path, modules[path])
+            else:
+                report(path, "it is not in the model any more, or its forward has been replaced")
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """By path, why the compiler does not take a module."""
+        return {path: reason for path, own in self.forwards.items() if (reason := own.program.refusal)}
+
+    def __str__(self) -> str:
+        seconds = sum(own.program.compile_s for own in self.forwards.values())
+        return (f"dense part, no part of the sparse path's gains: {len(self.forwards) - len(self.refusals)} modules "
+                f"({', '.join(self.forwards)}) compiled in {seconds:.1f} s: {self.calls} calls")
+
+
+class CompiledForward(OwnForward):
+    """The forward of a module that is compiled on its first call in training."""
+
+    def __init__(self, owner: CompiledModules, path: str, module: nn.Module) -> None:
+        self.owner, self.path, self.module = owner, path, module
+
+    @property
+    def program(self) -> _Program:
+        found = _programs.get(self.module)
+        if found is None:
+            found = _programs[self.module] = _Program()
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's class has it."""
+        module, program = self.module, self.program
+        if not torch.is_grad_enabled() or not module.training or is_dynamo_compiling():      # a graph is for training
+            return type(module).forward(module, *args, **kwargs)
+        why = program.refusal or _obstacle(module, args, kwargs)
+        if not why:
+            try:
+                found = program(module, args, kwargs)
+                self.owner.calls += 1
+                return found
+            except Exception as error:                                 # of the compiler or of the module
+                failure = error
+            found = type(module).forward(module, *args, **kwargs)      # raises what the module raises
+            why = program.refusal = f"torch.compile: {_first_line(failure)}"
+        else:
+            found = type(module).forward(module, *args, **kwargs)
+        self.owner.report(self.path, f"it ran uncompiled: {why}")
+        return found
+
+
+def compile_seconds() -> float:
+    """What this process has spent in torch.compile since its first module was compiled here, in seconds."""
+    return _clock.total_s
+
+
+class _Program:
+    """What one module compiles to. Holds no reference to it.
+
+    Attributes
+    ----------
+    refusal    why it cannot be compiled; empty: it can, or nobody tried
+    compile_s  seconds that compiling took, for all its graphs
+    """
+
+    def __init__(self) -> None:
+        self.refusal, self.compile_s = "", 0.0
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        _clock.watch()
+        before_s = _clock.total_s
+        try:
+            # The backward's graph is made now, too: what it cannot compile is refused here, where the module itself can still run.
+            with graph_config.patch(force_non_lazy_backward_lowering=True):
+                return self.run(module, *args, **kwargs)
+        finally:
+            self.compile_s += _clock.total_s - before_s
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        if self._run is None:
+            # The compiler limits the graphs of a code object, which all modules of a class would share.
+            code = _run_module.__code__.replace(co_name=f"run_module_{next(_numbers)}")
+            own = FunctionType(code, _run_module.__globals__, code.co_name)
+            # One graph for all batch sizes; torch's own random numbers, so that dropout has the bits that it has in eager code.
+            self._run = torch.compile(own, fullgraph=True, dynamic=True, options={"fallback_random": True})
+        return self._run
+
+
+def _run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+_numbers = itertools.count()
+_programs: WeakKeyDictionary[nn.Module, _Program] = WeakKeyDictionary()
+
+
+class _Clock:
+    """Seconds spent compiling, by the compiler's own account: a call that compiles also runs."""
+
+    def __init__(self) -> None:
+        self.total_s = self._began = 0.0
+
+    def watch(self) -> None:
+        """Have the compiler tell. It forgets everybody when it is reset."""
+        handler = torch._dynamo.callback_handler
+        if self._start not in handler.start_callbacks:
+            handler.register_start_callback(self._start)
+            handler.register_end_callback(self._end)
+
+    def _start(self, _: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _: Any) -> None:
+        self.total_s += time.perf_counter() - self._began
+
+
+_clock = _Clock()
+
+
+def _obstacle(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, Tensor):
+            if type(given) not in (Tensor, Parameter) or not given.is_cpu or given.layout is not torch.strided:
+                return "an input is no plain tensor on the CPU"
+            if given.dim() and len(given) < _FEWEST_ROWS:
+                return f"an input has fewer than {_FEWEST_ROWS} rows"
+    if _has_any_global_hook() or has_hooks(module):
+        return "a part of it has hooks"
+    if is_lowered():
+        return "autocast computes in a smaller dtype"
+    if not nobody_watches():
+        return "its operations are being watched"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks for saved tensors (checkpointing, offloading) are active"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
