@@ -38,7 +38,7 @@ EXTRA_FLAGS = SANITIZER_FLAGS if SANITIZE else ["-g0"]         # Python's own fl
 CORES = os.cpu_count() or 1
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
 SHARED = ["csrc/api/status.cpp", "csrc/cpu/isa.cpp", "csrc/cpu/threads.cpp"]
-BAGS = [f"csrc/cpu/{name}.cpp" for name in ("forward", "pool", "prepare", "program", "update")]
+BAGS = [f"csrc/cpu/{name}.cpp" for name in ("arrange", "forward", "pool", "prepare", "program", "update")]
 CUDA_MODULE = "sparselift.kernels._cuda"
 CUDA_ARCHITECTURES = (80, 90, 100)
 # Contraction as for the host. A kernel whose registers spill to memory is an error.

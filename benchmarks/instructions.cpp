@@ -114,6 +114,11 @@ struct Setting {
 
 void prepare(Setting& s) { s.prepare(); }
 
+void prepare_ahead(Setting& s) {
+    s.prepare();
+    check(sl_arrange(s.program, s.batch));
+}
+
 void forward(Setting& s) {
     const sl_matrix output = s.output();
     const float* table = s.table.get();
@@ -143,6 +148,12 @@ void update(Setting& s) {
     check(sl_update(s.program, &table, &state, &rule, &segment, 1, 1));
 }
 
+/// Of a batch that was arranged before: in the first call, which is not counted.
+void update_ahead(Setting& s) {
+    check(sl_arrange(s.program, s.batch));
+    update(s);
+}
+
 void coalesced_grad(Setting& s) {
     const sl_matrix grad = s.output();
     const sl_segment segment = segment_of(s, grad);
@@ -159,6 +170,7 @@ void expanded_grad(Setting& s) {
 std::vector<Case> cases() {
     std::vector<Case> all = {
         {"prepare", prepare},
+        {"prepare ahead", prepare_ahead, SL_SUM, 0, 0, SL_COALESCE_SORT},
         {"forward sum", forward},
         {"forward mean", forward, SL_MEAN},
         {"forward none", forward, SL_NONE},
@@ -176,6 +188,7 @@ std::vector<Case> cases() {
         for (const auto& method : methods)
             if (method.sums || rule.kind == SL_SGD)      // the others need a row's whole gradient
                 all.push_back({std::string("update ") + rule.name + ' ' + method.name, update, SL_SUM, 0, 0, method.method, rule.kind});
+    all.push_back({"update rowwise_adagrad ahead", update_ahead, SL_SUM, 0, 0, SL_COALESCE_SORT, SL_ROWWISE_ADAGRAD});
     all.push_back({"update sgd chain of maxima", update, SL_MAX, 0, 0, SL_COALESCE_CHAIN, SL_SGD});
     all.push_back({"coalesced_grad", coalesced_grad});
     all.push_back({"expanded_grad", expanded_grad});

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sparselift.apply import apply as apply
     from sparselift.apply import explain as explain
     from sparselift.apply import unapply as unapply
+    from sparselift.batches import prefetch_batches as prefetch_batches
     from sparselift.ir import Graph as Graph
     from sparselift.lift import lift as lift
     from sparselift.plan import Plan as Plan
@@ -43,6 +44,7 @@ _HOMES = {
     "apply": "sparselift.apply",
     "explain": "sparselift.apply",
     "lift": "sparselift.lift",
+    "prefetch_batches": "sparselift.batches",
     "tune": "sparselift.tuning",
     "unapply": "sparselift.apply",
     "verify": "sparselift.verify",

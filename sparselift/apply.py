@@ -162,7 +162,9 @@ class Applied:
         for prelude in runtime.preludes:
             group = prelude.group
             target = f", written straight into {group.concat.name}" if group.concat else ""
-            lines.append(f"prelude: {len(group.features)} lookups over {len(group.tables)} tables in one call{target}: {group.calls} times")
+            ahead = f", {group.calls_ahead} of them with index work done ahead" if group.calls_ahead else ""
+            lines.append(f"prelude: {len(group.features)} lookups over {len(group.tables)} tables in one call{target}: {group.calls} times"
+                         f"{ahead}")
             if group.crossing is not None:
                 lines.append(str(group.crossing))
         if runtime.dense is not None:
@@ -205,9 +207,9 @@ def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequenc
             weight, is_sparse = parameters[table.name], sparse.get(table.name, table.sparse)
             tables.append(_current_table(table, weight, is_sparse, optimizer_info(is_sparse, held.get(weight, ()))))
     linears, _ = find_linears(model)
+    dense_modules, _ = find_dense_modules(model)
     return replace(recorded, tables=tuple(tables), features=tuple(features), optimizers=tuple(type(o).__name__ for o in optimizers),
                    linears=linears, dense_modules=dense_modules)
-    dense_modules, _ = find_dense_modules(model)
 
 
 def _current_feature(feature: Feature, modules: dict[str, nn.Module]) -> Feature | None:

@@ -2,7 +2,8 @@
  *
  * Letters: T tables, F features, B bags of a feature, K ids of a feature, D columns and R rows of a table.
  * Strides are in elements. No function throws, and none allocates but through the handles it is given: a program owns
- * its workspaces, a batch its ids. A program serves one thread at a time; a batch may be read by any number of threads.
+ * its workspaces, a batch its ids. A program serves one thread at a time, and beside it one that calls sl_prepare and sl_arrange; a batch
+ * may be read by any number of threads.
  */
 #ifndef SPARSELIFT_CPU_H
 #define SPARSELIFT_CPU_H
@@ -115,6 +116,9 @@ int64_t sl_program_workspace_bytes(const sl_program* program);
 
 /* Validates, narrows and copies the ids of F inputs. SL_BAD_ID and SL_BAD_OFFSET fill `fault`. */
 sl_status sl_prepare(sl_program* program, const sl_index_input* inputs, int32_t threads, sl_batch** batch, sl_fault* fault);
+
+/* Does what an update of the batch can do before there are gradients, on the calling thread alone. Results are the same bits without it. */
+sl_status sl_arrange(sl_program* program, sl_batch* batch);
 void sl_batch_destroy(sl_batch* batch);
 int64_t sl_batch_bytes(const sl_batch* batch);
 int64_t sl_batch_num_bags(const sl_batch* batch, int64_t feature);

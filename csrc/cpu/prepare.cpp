@@ -10,29 +10,10 @@ namespace {
 
 constexpr int64_t kParallelLookups = 65536;      // below, a region costs more than it saves
 
-size_t padded(int64_t count, size_t element) { return (static_cast<size_t>(count) * element + 63) / 64 * 64; }
-
 int64_t bags_of(const sl_feature& feature, const sl_index_input& input) {
     if (input.bag_length > 0) return input.num_ids / input.bag_length;
     return input.num_offsets - (feature.include_last_offset ? 1 : 0);
 }
-
-/// Hands out the parts of a block one after the other.
-class Layout {
-  public:
-    explicit Layout(char* base) : base_(base) {}
-    template <typename T>
-    T* take(int64_t count) {
-        char* at = base_ + used_;
-        used_ += padded(count, sizeof(T));
-        return reinterpret_cast<T*>(at);
-    }
-    size_t used() const { return used_; }
-
-  private:
-    char* base_;
-    size_t used_ = 0;
-};
 
 /// Points `lookups` at the parts of the block. The same calls on a null base give the size.
 void lay_out(Layout& layout, const sl_program& program, const sl_index_input* inputs, Lookups* lookups) {
@@ -181,7 +162,9 @@ extern "C" sl_status sl_prepare(sl_program* program, const sl_index_input* input
 }
 
 extern "C" void sl_batch_destroy(sl_batch* batch) {
-    if (batch) pool_give(batch->block);
+    if (!batch) return;
+    if (batch->chain_block) pool_give(batch->chain_block);
+    pool_give(batch->block);
 }
 
 extern "C" int64_t sl_batch_bytes(const sl_batch* batch) { return batch->bytes; }

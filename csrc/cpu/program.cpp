@@ -96,6 +96,7 @@ extern "C" int64_t sl_program_workspace_bytes(const sl_program* program) {
     size_t bytes = 0;
     for (const Zeros& heads : program->heads) bytes += heads.bytes();
     for (const Zeros& sums : program->sums) bytes += sums.bytes();
+    bytes += program->ahead.entries.bytes();
     for (const Workspace& w : program->workspaces)
         bytes += w.nodes.bytes() + w.rows.bytes() + w.scratch.bytes() + w.slots.bytes() + w.gathered.bytes() + w.packed.bytes() +
                  w.firsts.bytes() + w.entries.bytes() + w.marks.size() * sizeof(uint64_t);

@@ -49,6 +49,43 @@ class Zeros {
     size_t bytes_ = 0;
 };
 
+/// Hands out the parts of a block one after the other, each on cache lines of its own.
+class Layout {
+  public:
+    explicit Layout(char* base) : base_(base) {}
+    template <typename T>
+    T* take(int64_t count) {
+        char* at = base_ + used_;
+        used_ += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+        return reinterpret_cast<T*>(at);
+    }
+    size_t used() const { return used_; }
+
+  private:
+    char* base_;
+    size_t used_ = 0;
+};
+
+constexpr int64_t kMaxLookups = INT32_MAX - 1;   // of a table in an update: a chain's links are 1 + a position
+
+/// The chains of one table's rows in a batch, as `sort_chains` leaves them. Null where there are none.
+struct Chains {
+    Node* nodes;
+    int32_t* rows;
+    int32_t* firsts;
+    int64_t num_rows;
+    int64_t lookups;
+};
+
+/// The lookups of a feature, the first of which has this position among those of its table. Its gradient is not set.
+inline Source source_of(const Lookups& lookups, int64_t first) {
+    Source source{};
+    source.lookups = lookups;
+    source.first = static_cast<int32_t>(first);
+    source.last = static_cast<int32_t>(first + lookups.count);
+    return source;
+}
+
 /// What one worker needs for one table at a time.
 struct Workspace {
     Buffer nodes, rows, scratch, slots, gathered, packed, firsts, entries;
@@ -68,9 +105,11 @@ struct UpdateTask {
     int64_t cost;
 };
 
-/// Where a table's sources begin and end in sl_program::sources, how many lookups they hold, and floats to pack.
+/// Where a table's sources begin and end in sl_program::sources, how many lookups they hold, and floats to pack. `chains`: of exactly
+/// these lookups, if somebody has built them.
 struct SourceRange {
     int64_t begin, end, lookups, packed;
+    const Chains* chains;
 };
 
 }  // namespace sparselift
@@ -85,6 +124,7 @@ struct sl_program {
     std::vector<sparselift::Zeros> heads;             // a table
     std::vector<sparselift::Zeros> sums;              // a table
     std::vector<sparselift::Workspace> workspaces;    // a worker
+    sparselift::Workspace ahead;                      // of who prepares batches, beside them
     std::vector<sl_status> statuses;                  // a feature
     std::vector<sl_fault> faults;
     std::vector<sparselift::ForwardTask> forward_tasks;
@@ -104,4 +144,6 @@ struct sl_batch {
     int64_t bytes;
     int64_t num_features;
     sparselift::Lookups* lookups;
+    sparselift::Block* chain_block;
+    sparselift::Chains* chains;                       // a table; null before sl_arrange
 };

@@ -9,7 +9,6 @@ namespace sparselift {
 namespace {
 
 constexpr int64_t kParallelCost = 1 << 16;
-constexpr int64_t kMaxLookups = INT32_MAX - 1;   // a chain's links are 1 + a position
 constexpr int32_t kMaxParts = 64;
 constexpr double kBalanced = 1.1;                // busiest thread over the mean, from which splitting stops
 constexpr int64_t kMaxPackedFloats = 1 << 18;    // 1 MiB
@@ -26,7 +25,7 @@ bool is_worth_packing(const Source& source, int64_t dim, int64_t packed) {
 
 /// Appends the sources of a table: its features' gradients, segment by segment. Throws std::length_error.
 SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment* segments, int64_t num_segments) {
-    SourceRange range{static_cast<int64_t>(program.sources.size()), 0, 0, 0};
+    SourceRange range{static_cast<int64_t>(program.sources.size()), 0, 0, 0, nullptr};
     const int64_t dim = program.tables[static_cast<size_t>(table)].dim;
     for (int64_t s = 0; s < num_segments; ++s) {
         const sl_segment& segment = segments[s];
@@ -35,21 +34,20 @@ SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment*
             const Lookups& lookups = segment.batch->lookups[f];
             if (!grad.data || lookups.count == 0) continue;
             if (range.lookups + lookups.count > kMaxLookups) throw std::length_error("more than 2**31 - 2 lookups of one table in one update");
-            Source source{};
-            source.lookups = lookups;
+            Source source = source_of(lookups, range.lookups);
             source.grad = grad.data;
             source.grad_stride = grad.row_stride;
             source.scale = segment.scales ? segment.scales[table] : 1.0f;
             source.plain = !lookups.weights && !lookups.inverse && !lookups.maxima && source.scale == 1.0f;
-            source.first = static_cast<int32_t>(range.lookups);
             range.lookups += lookups.count;
-            source.last = static_cast<int32_t>(range.lookups);
             source.pack = is_worth_packing(source, dim, range.packed);
             if (source.pack) range.packed += lookups.num_bags * dim;
             program.sources.push_back(source);
         }
     }
     range.end = static_cast<int64_t>(program.sources.size());
+    const Chains* chains = num_segments == 1 && segments->batch->chains ? segments->batch->chains + table : nullptr;
+    if (chains && chains->nodes && chains->lookups == range.lookups) range.chains = chains;
     return range;
 }
 
@@ -109,14 +107,19 @@ void reserve(Workspace& workspace, const sl_program& program, int64_t t, const S
         workspace.marks.resize(std::max(workspace.marks.size(), static_cast<size_t>((table.rows + 63) / 64)));
         return;
     }
+    workspace.packed.of<float>(static_cast<size_t>(range.packed));
+    workspace.sources.reserve(static_cast<size_t>(range.end - range.begin));
+    if (range.chains) {                                  // of which a part's are copied
+        workspace.firsts.of<int32_t>(static_cast<size_t>(range.chains->num_rows) + 1);
+        workspace.rows.of<int32_t>(static_cast<size_t>(range.chains->num_rows) + 1);
+        return;
+    }
     if (coalesce == SL_COALESCE_SORT) {
         workspace.firsts.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
         workspace.entries.of<Entry>(2 * (static_cast<size_t>(range.lookups) + 1));
     }
     workspace.nodes.of<Node>(static_cast<size_t>(range.lookups));
     workspace.rows.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
-    workspace.packed.of<float>(static_cast<size_t>(range.packed));
-    workspace.sources.reserve(static_cast<size_t>(range.end - range.begin));
 }
 
 /// Packs the sources that say so and lets `args` read the copies.
@@ -145,6 +148,24 @@ void use(UpdateArgs& args, sl_program& program, int64_t table, Workspace& worksp
     args.scratch = workspace.scratch.of<float>(0);
 }
 
+/// Lets `args` read chains that were built before. Returns the rows of its part.
+int64_t use_built(UpdateArgs& args, const Chains& chains, Workspace& workspace) {
+    args.nodes = chains.nodes;
+    args.rows = chains.rows;
+    args.firsts = chains.firsts;
+    args.scratch = workspace.scratch.of<float>(0);
+    if (args.part_mask == 0) return chains.num_rows;
+    args.rows = workspace.rows.of<int32_t>(0);
+    args.firsts = workspace.firsts.of<int32_t>(0);
+    int64_t count = 0;
+    for (int64_t u = 0; u < chains.num_rows; ++u) {
+        args.rows[count] = chains.rows[u];
+        args.firsts[count] = chains.firsts[u];
+        count += ((chains.rows[u] >> 4) & args.part_mask) == args.part;
+    }
+    return count;
+}
+
 void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float* table, const sl_state& state, Workspace& workspace) {
     const auto t = static_cast<size_t>(task.table);
     UpdateArgs args = arguments(program, task.table, program.source_ranges[t]);
@@ -170,6 +191,12 @@ void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float
         args.sums = program.sums[t].of<float>(program.tables[t].rows * args.dim);
         args.marks = workspace.marks.data();
         program.kernels->apply_dense(args);
+        return;
+    }
+    if (const Chains* chains = program.source_ranges[t].chains) {
+        const int64_t rows = use_built(args, *chains, workspace);
+        pack(args, *program.kernels, workspace);
+        program.kernels->apply_chains(args, rows);
         return;
     }
     const bool sorted = program.tables[t].coalesce == SL_COALESCE_SORT;

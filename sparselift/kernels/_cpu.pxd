@@ -84,6 +84,7 @@ cdef extern from "api/sparselift_cpu.h" nogil:
     int64_t sl_program_workspace_bytes(const sl_program* program)
 
     sl_status sl_prepare(sl_program* program, const sl_index_input* inputs, int32_t threads, sl_batch** batch, sl_fault* fault)
+    sl_status sl_arrange(sl_program* program, sl_batch* batch)
     void sl_batch_destroy(sl_batch* batch)
     int64_t sl_batch_bytes(const sl_batch* batch)
     int64_t sl_batch_num_bags(const sl_batch* batch, int64_t feature)

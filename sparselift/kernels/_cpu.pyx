@@ -147,6 +147,7 @@ cdef class Program:
     cdef readonly tuple tables, features
     cdef readonly str isa
     cdef object busy                        # held while a kernel runs: what is below and the workspaces serve one call at a time
+    cdef object preparing                   # the same for batches that are prepared, which another thread may do meanwhile
     cdef sl_program* handle
     cdef Py_ssize_t num_tables, num_features
     cdef int64_t width                      # columns that a shared output needs; -1: features overlap
@@ -169,7 +170,7 @@ cdef class Program:
         cdef int32_t number
         cdef sl_status status
         checks.check_specs(tables, features)
-        self.busy = Lock()
+        self.busy, self.preparing = Lock(), Lock()
         self.tables, self.features, self.isa = tuple(tables), tuple(features), isa
         self.num_tables, self.num_features = len(self.tables), len(self.features)
         self.table_specs = <sl_table*>allocate(self.num_tables, sizeof(sl_table))
@@ -237,12 +238,21 @@ cdef class Program:
     # ------------------------------------------------------------------------------------------------ prepare
 
     def prepare(self, indices, offsets, weights=None):
-        with self.busy:
-            return self._prepare(indices, offsets, weights)
+        with self.preparing:
+            return self._prepare(indices, offsets, weights, get_num_threads())
 
-    cdef Batch _prepare(self, object indices, object offsets, object weights):
+    def prepare_ahead(self, indices, offsets, weights=None):
+        cdef Batch batch
+        cdef sl_status status
+        with self.preparing:
+            batch = self._prepare(indices, offsets, weights, 1)
+            with nogil:
+                status = sl_arrange(self.handle, batch.handle)
+            check(status)
+            return batch
+
+    cdef Batch _prepare(self, object indices, object offsets, object weights, int32_t threads):
         cdef Py_ssize_t f
-        cdef int32_t threads = get_num_threads()
         cdef sl_status status
         cdef sl_fault fault
         cdef Batch batch = Batch.__new__(Batch)
@@ -333,8 +343,9 @@ cdef class Program:
 
     def look_up(self, tables, indices, offsets, weights=None):
         cdef Batch batch
+        with self.preparing:
+            batch = self._prepare(indices, offsets, weights, get_num_threads())
         with self.busy:
-            batch = self._prepare(indices, offsets, weights)
             self._read_tables(tables)
             out = tables[0].new_empty((sl_batch_num_bags(batch.handle, 0), self.width))
             self._forward(batch, out)

@@ -170,6 +170,13 @@ class BagProgram(ABC):
         TypeError    a dtype other than int32/int64 ids and offsets and float32 weights; a device other than CPU
         """
 
+    def prepare_ahead(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
+                      weights: Sequence[Tensor | None] | None = None) -> IndexBatch:
+        """`prepare` on the calling thread alone, and whatever an update can do before there are gradients: for a thread beside the one that
+        trains, which may run kernels of this program meanwhile. Everything that is computed from the batch has the same bits.
+        """
+        return self.prepare(indices, offsets, weights)
+
     @abstractmethod
     def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
         """Pooled rows of every feature into `out`: one (B, width) float32 buffer, or one (B, D) tensor a feature.

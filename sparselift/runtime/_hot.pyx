@@ -131,6 +131,29 @@ def serve(slots, indices, offsets, sample_weights, weights, outputs):
         (<Slots>slots[place]).waiting.append(served)
 
 
+cdef class Inputs:
+    """The tensors that a batch was prepared from, as they were."""
+
+    cdef list tensors
+    cdef list versions
+
+    def __init__(self, indices, offsets, sample_weights):
+        self.tensors = [*indices, *offsets, *sample_weights]
+        self.versions = [version_of(tensor) for tensor in self.tensors]
+
+    def difference(self, indices, offsets, sample_weights):
+        """How others differ from them; empty: they are the very tensors, none of them written to since."""
+        cdef Py_ssize_t place = 0
+        for group in (indices, offsets, sample_weights):
+            for tensor in group:
+                if not same(tensor, self.tensors[place]):
+                    return "the forward was given other tensors"
+                if version_of(tensor) != self.versions[place]:
+                    return "its tensors were written to afterwards"
+                place += 1
+        return ""
+
+
 def label(pieces, is_lookup, kind, buffer):
     """The pieces that are lookups, of class `kind` and knowing their place in `buffer`."""
     cdef Py_ssize_t place

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
 from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.compiled import CompiledModules
-from sparselift.runtime.groups import LookupGroup
+from sparselift.runtime.groups import LookupGroup, Prepared
 from sparselift.runtime.linear import DenseLayers
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
@@ -149,6 +150,21 @@ class Prelude:
             self.runtime.aside(group.name, f"the prelude could not use the arguments of the forward ({type(reason).__name__})", str(reason))
             return
         serve(slots, indices, offsets, sample_weights, [weights[t] for t in group.table_of], outputs)
+
+
+    def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Prepared] | None:
+        """What can be done now for a coming forward with these arguments, by any thread; None, counted, where that does not show."""
+        group = self.group
+        try:
+            inputs = group.fetch(args, kwargs)
+        except (LookupError, AttributeError, TypeError, ValueError) as reason:
+            self.runtime.aside(group.name, f"not prepared ahead: it is not in what the batch gives ({type(reason).__name__})", str(reason))
+            return None
+        return partial(group.prepare_ahead, group.program, *inputs)        # the program is made here, by one thread
+
+    def in_vain(self, prepared: Prepared) -> None:
+        """Count a batch that was prepared for nothing."""
+        self.runtime.aside(self.group.name, f"prepared ahead in vain: {prepared.unused}")
 
 
 class LiftedForward:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment
 from sparselift.kernels.interaction import InteractionSpec
 from sparselift.memory import OutputRing
 from sparselift.runtime import engine
-from sparselift.runtime._hot import TableGrad, accumulate, trainable
+from sparselift.runtime._hot import Inputs, TableGrad, accumulate, trainable
 from sparselift.runtime.concat import ConcatBuffer, ConcatLayout, Uses
 from sparselift.runtime.inputs import Fetch, compile_fetch
 from sparselift.runtime.interaction import Crossing
@@ -53,13 +54,14 @@ class LookupGroup:
         self.layout = None if concat is None else ConcatLayout(self.widths, [isinstance(part, str) for part in concat.parts])
         self.is_flat = all(feature.form == "offsets" for feature in features)
         self.has_weights = any(feature.weighted for feature in features)
-        self.calls = 0
+        self.calls = self.calls_ahead = 0             # the latter with a batch that was prepared ahead
         self.crossing = None if interaction is None else Crossing(interaction.name, self._products(interaction), backend)
         self._reset()
 
     def _reset(self) -> None:
         self._program: BagProgram | None = None
         self._fetch: Fetch | None = None
+        self.ahead: Prepared | None = None            # for the next call, perhaps
         self.ring = OutputRing()
         with torch.inference_mode(False), torch.enable_grad():       # the first call may be an evaluation
             self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
@@ -68,7 +70,7 @@ class LookupGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for transient in ("_program", "_fetch", "ring", "anchor", "anchor_node"):
+        for transient in ("_program", "_fetch", "ahead", "ring", "anchor", "anchor_node"):
             del state[transient]
         return state
 
@@ -124,6 +126,34 @@ class LookupGroup:
         return [FeatureSpec(f.name, t, f.pooling, column, f.padding_idx, f.include_last_offset, f.weighted)
                 for f, t, column in zip(self.features, self.table_of, columns)]
 
+    def flat(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> Flat:
+        """The ids as kernels take them: (B, L) ids are bags of L, and each id of an nn.Embedding is a bag of its own."""
+        if self.is_flat:
+            return Flat((), indices, offsets, sample_weights)
+        return Flat(tuple(ids.shape for ids in indices), [ids if ids.dim() == 1 else ids.reshape(-1) for ids in indices],
+                    [_bag_length(f, ids) if f.form != "offsets" else o for f, ids, o in zip(self.features, indices, offsets)],
+                    [w if w is None or w.dim() == 1 else w.reshape(-1) for w in sample_weights])
+
+    def prepare_ahead(self, program: BagProgram, indices: Sequence[Tensor], offsets: Sequence[Tensor | None],
+                      sample_weights: Sequence[Tensor | None]) -> Prepared:
+        """A batch for a later `run`, from any thread. Raises what BagProgram.prepare raises."""
+        inputs = Inputs(indices, offsets, sample_weights)            # before they are read: a write during that is noticed, too
+        flat = self.flat(indices, offsets, sample_weights)
+        return Prepared(inputs, program.prepare_ahead(flat.indices, flat.lengths, flat.sample_weights if self.has_weights else None))
+
+    def take_ahead(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None],
+                   sample_weights: Sequence[Tensor | None]) -> IndexBatch | None:
+        """The waiting batch, if it was prepared from these very tensors, as they are; another one goes on waiting."""
+        prepared = self.ahead
+        if prepared is None:
+            return None
+        prepared.unused = prepared.inputs.difference(indices, offsets, sample_weights)
+        if prepared.unused:
+            return None
+        self.ahead = None
+        self.calls_ahead += 1
+        return prepared.batch
+
     def run(self, weights: Sequence[Tensor], grads: Sequence[TableGrad], indices: Sequence[Tensor],
             offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> list[Tensor]:
         """Look up one batch: one output a feature, with an autograd edge where a table or a per-sample weight needs one.
@@ -143,6 +173,24 @@ class LookupGroup:
         if differentiable:
             call.versions = [weight._version for weight in weights]
         return call.hand_out(_record(self.anchor, call, outputs, *differentiable))
+
+
+class Flat(NamedTuple):
+    """A batch as kernels take it, an entry a feature, and the shapes that the ids had; none where all were 1-D."""
+
+    shapes: tuple[torch.Size, ...]
+    indices: Sequence[Tensor]
+    lengths: Sequence[Any]                     # offsets, or the one length of every bag
+    sample_weights: Sequence[Tensor | None]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A batch that was prepared before its forward."""
+
+    inputs: Inputs
+    batch: IndexBatch
+    unused: str = "no forward came"            # why, so far
 
 
 class LookupCall:
@@ -165,17 +213,13 @@ class LookupCall:
         self.buffer = self.uses = None
 
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> None:
-        """Hand the ids to the kernels, flat: (B, L) ids are bags of L, and each id of an nn.Embedding is a bag of its own."""
+        """Hand the ids to the kernels, unless that was done ahead."""
         group = self.group
-        self.shapes = ()
-        lengths: Sequence[Any] = offsets                      # a tensor, or the one length of every bag
-        if not group.is_flat:
-            self.shapes = tuple(ids.shape for ids in indices)
-            lengths = [_bag_length(f, ids) if f.form != "offsets" else o for f, ids, o in zip(group.features, indices, offsets)]
-            indices = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in indices]
-            sample_weights = [w if w is None or w.dim() == 1 else w.reshape(-1) for w in sample_weights]
-        self.batch = group.program.prepare(indices, lengths, sample_weights if group.has_weights else None)
-        self.weighted = tuple(f for f, w in enumerate(sample_weights) if w is not None and w.requires_grad) if group.has_weights else ()
+        flat = group.flat(indices, offsets, sample_weights)
+        self.shapes = flat.shapes
+        factors = flat.sample_weights if group.has_weights else None
+        self.batch = group.take_ahead(indices, offsets, sample_weights) or group.program.prepare(flat.indices, flat.lengths, factors)
+        self.weighted = () if factors is None else tuple(f for f, w in enumerate(factors) if w is not None and w.requires_grad)
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Run the forward kernel: the one (B, width) buffer of a concat, or a contiguous output a feature."""

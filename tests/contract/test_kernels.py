@@ -326,6 +326,40 @@ class TestKernels:
             assert ids.tolist() == want_ids
             assert np.array_equal(grads.numpy(), want)
 
+    def test_a_batch_that_was_prepared_ahead_gives_the_same_bits(self, backend, case):
+        """Forward, updates of one segment, of two, and with a feature that got no gradient."""
+        for coalesce in COALESCE_METHODS:
+            if is_refused(case, backend, coalesce):
+                continue
+            results = []
+            for ahead in (False, True):
+                program = with_knobs(case, coalesce=coalesce).compile(backend)
+                call = case.indices, case.offsets, case.sample_weights
+                batch, other = (program.prepare_ahead if ahead else program.prepare)(*call), program.prepare(*call)
+                outputs = case.outputs(batch)
+                program.forward(case.weights, batch, outputs)
+                program.forward(case.weights, other, case.outputs(other))
+                grads = random_grads(case, batch, 5)
+                weights = [weight.clone() for weight in case.weights]
+                for segments in ([Segment(batch, grads, [0.5] * len(weights))], [Segment(batch, grads), Segment(other, grads)],
+                                 [Segment(batch, [None, *grads[1:]])]):
+                    program.update(weights, [None] * len(weights), [SGD] * len(weights), segments)
+                results.append([*outputs, *weights])
+            assert all(map(torch.equal, *results))
+
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_rows_that_were_found_ahead_are_divided_among_threads(self, backend, threads):
+        case = random_case(3, (17,), batch=1500, length=9, rows=700, shared=True, padding=True)
+        torch.set_num_threads(threads)
+        results = []
+        for prepare in ("prepare", "prepare_ahead"):
+            program = with_knobs(case, coalesce="sort").compile(backend)
+            batch = getattr(program, prepare)(case.indices, case.offsets, case.sample_weights)
+            weight, sums = case.weights[0].clone(), torch.zeros(700)
+            program.update([weight], [sums], [UpdateRule("rowwise_adagrad", 0.1, 1e-8)], [Segment(batch, random_grads(case, batch, 5))])
+            results.append((weight, sums))
+        assert all(map(torch.equal, *results)) and not torch.equal(results[0][0], case.weights[0])
+
     def test_where_maxima_came_from(self, backend):
         """Of equal ones the first; of duplicates of a row, one; nowhere in empty bags, in bags of padding, and before a forward."""
         weight = torch.tensor([[1.0, 5, 2], [1, 4, 2], [9, 9, 9], [3, -1, -2]])

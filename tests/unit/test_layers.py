@@ -20,7 +20,7 @@ ROWS = (
     "rewrites",
     "space schedule cost plan",
     "runtime",
-    "apply verify",
+    "apply batches verify",
     "datasets models workloads",
     "measure bench report",
     "tuning",
