@@ -40,7 +40,7 @@ logger = logging.getLogger("sparselift.tuning")
 _BATCHES = 16                      # to rotate over: more data than caches hold
 _THOROUGH_S = 20.0                 # enough for a comparison that matters, unless its fewest pairs take longer
 _LAST_TRIALS = 4                   # the last measurements take about as long as so many trials
-_SETUP_SHARE = 0.25                # of the time left for trials, that compiling for one of them may take
+_SETUP_SHARE = 1 / 3                # of the time left for trials, that compiling for one of them may take
 
 
 @dataclass(frozen=True, slots=True)

@@ -453,7 +453,7 @@ def test_ctrl_c_in_the_last_measurements_keeps_the_best_by_its_trial(work):
 
 @pytest.mark.parametrize(("timeout", "waits"), [(None, False), (1000.0, True), (50_000.0, False)])
 def test_what_takes_long_to_set_up_waits_unless_there_is_time_for_it(work, monkeypatch, timeout, waits):
-    """A configuration that takes 10,000 s is not for searches that have less than four times as much left."""
+    """A configuration that takes 10,000 s is not for searches that have less than three times as much left."""
     monkeypatch.setattr(search, "setup_s", lambda structure, config: 1e4 * (config.policy.get("concat") is False))
     result = run(work, trials=14, timeout=timeout)
     assert result.status == "complete"
