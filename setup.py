@@ -2,9 +2,11 @@
 
 SPARSELIFT_SANITIZE=1 builds the extensions under AddressSanitizer and UndefinedBehaviorSanitizer.
 CFLAGS (what Cython wrote) and CXXFLAGS (the kernels) come after the flags below.
-SPARSELIFT_CUDA=1 demands the CUDA kernels, SPARSELIFT_CUDA=0 leaves them out; otherwise they are built where nvcc is found.
+SPARSELIFT_CUDA=1 demands the CUDA kernels, SPARSELIFT_CUDA=0 leaves them out; otherwise they are built where there are nvcc and a device.
+SPARSELIFT_CUDA_ARCHITECTURES=90 compiles them for sm_90 alone, and likewise for several numbers with commas between them.
 """
 
+import ctypes
 import os
 import platform
 import re
@@ -41,10 +43,26 @@ SHARED = ["csrc/api/status.cpp", "csrc/cpu/isa.cpp", "csrc/cpu/threads.cpp"]
 BAGS = [f"csrc/cpu/{name}.cpp" for name in ("arrange", "forward", "pool", "prepare", "program", "update")]
 CUDA_MODULE = "sparselift.kernels._cuda"
 CUDA_ARCHITECTURES = (80, 90, 100)
+LEAST_ARCHITECTURE = 80                                        # bfloat16 in hardware
+
+
+def cuda_architectures() -> tuple[int, ...]:
+    """What to compile for, ascending. Exits where SPARSELIFT_CUDA_ARCHITECTURES is no list of numbers that the kernels can run on."""
+    wanted = os.environ.get("SPARSELIFT_CUDA_ARCHITECTURES", "")
+    if not wanted:
+        return CUDA_ARCHITECTURES
+    numbers = wanted.split(",")
+    if not all(number.isdecimal() and int(number) >= LEAST_ARCHITECTURE for number in numbers):
+        sys.exit(f"SPARSELIFT_CUDA_ARCHITECTURES must be numbers from {LEAST_ARCHITECTURE} on with commas between them, such as 80,90; "
+                 f"got {wanted!r}")
+    return tuple(sorted({int(number) for number in numbers}))
+
+
+ARCHITECTURES = cuda_architectures()
 # Contraction as for the host. A kernel whose registers spill to memory is an error.
 NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-warn-spills,-Werror",
-              *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHITECTURES),
-              "-gencode=arch=compute_{0},code=compute_{0}".format(CUDA_ARCHITECTURES[-1])]
+              *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES),
+              "-gencode=arch=compute_{0},code=compute_{0}".format(ARCHITECTURES[-1])]
 KERNEL_SOURCES = {
     "sparselift._memory": ["csrc/cpu/huge_pages.cpp", "csrc/cpu/pool.cpp", "csrc/cpu/ring.cpp"],
     "sparselift.kernels._cpu": [*SHARED, *BAGS, *BAG_ISAS],
@@ -66,6 +84,16 @@ def find_nvcc() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+def has_cuda_device() -> bool:
+    """Whether CUDA's driver is here and knows of a device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
 def cuda_compiler() -> Path | None:
     """The nvcc to build with, or None: no CUDA module. Exits where SPARSELIFT_CUDA demands what is missing."""
     wanted = os.environ.get("SPARSELIFT_CUDA", "")
@@ -74,6 +102,10 @@ def cuda_compiler() -> Path | None:
     nvcc = None if wanted == "0" else find_nvcc()
     if wanted == "1" and nvcc is None:
         sys.exit("SPARSELIFT_CUDA=1, but there is no nvcc in CUDA_HOME, on PATH or in the wheels nvidia-cuda-nvcc of this Python")
+    # nvcc takes minutes, for kernels that cannot run where there is no device.
+    if nvcc and wanted == "" and not has_cuda_device():
+        print(f"no CUDA device here: the CUDA kernels are not built, though there is {nvcc} (SPARSELIFT_CUDA=1 builds them)", flush=True)
+        return None
     return nvcc
 
 
@@ -97,6 +129,7 @@ class BuildKernels(build_ext):
     def build_extensions(self) -> None:
         """Sources of kernels first: they take longest, and extensions share some of them."""
         sources = sorted({source for ext in self.extensions for source in KERNEL_SOURCES[ext.name]}, key=slowest_first)
+        self.architectures = self.note_architectures()
         with ThreadPoolExecutor(CORES) as pool:
             self.made = dict(zip(sources, pool.map(self.compile_kernels, sources)))
         super().build_extensions()
@@ -105,14 +138,24 @@ class BuildKernels(build_ext):
         ext.extra_objects = [self.made[source] for source in KERNEL_SOURCES[ext.name]]
         ext.extra_link_args = ["-lstdc++", "-ldl", "-lpthread", *EXTRA_FLAGS]
         if ext.name == CUDA_MODULE:
+            ext.depends.append(self.architectures)
             ext.extra_link_args += [static_runtime(), "-lrt", "-Wl,--exclude-libs,ALL"]
         ext.extra_compile_args = ["-O2", "-Wno-unused-function", *EXTRA_FLAGS, *os.environ.get("CFLAGS", "").split()]
         super().build_extension(ext)
 
+    def note_architectures(self) -> str:
+        """A file that is newer than what was compiled for other ones."""
+        noted, now = Path(self.build_temp, "architectures"), repr(ARCHITECTURES)
+        if not noted.exists() or noted.read_text() != now:
+            noted.parent.mkdir(parents=True, exist_ok=True)
+            noted.write_text(now)
+        return str(noted)
+
     def compile_kernels(self, source: str) -> str:
         """The object of one source, made anew where something that it may depend on has changed."""
         made = Path(self.build_temp, source).with_suffix(".o")
-        if not self.force and not newer_group([source, *HEADERS, __file__], str(made)):
+        for_device = [self.architectures] if source.endswith(".cu") else []
+        if not self.force and not newer_group([source, *HEADERS, __file__, *for_device], str(made)):
             return str(made)
         if source.endswith(".cu"):
             made.parent.mkdir(parents=True, exist_ok=True)

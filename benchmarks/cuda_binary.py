@@ -61,10 +61,15 @@ class Toolkit:
         return re.findall(r"V(\d+\.\d+\.\d+)", self.run("nvcc", "--version"))[0]
 
     def build(self, folder: Path) -> Path:
-        """The CUDA module, built with this toolkit and setup.py's flags."""
-        environment = {**os.environ, "SPARSELIFT_CUDA": "1", "CUDA_HOME": str(self.home)}
-        subprocess.run([sys.executable, "-c", BUILD, folder], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
-        return next(folder.glob("sparselift/kernels/_cuda.*"))
+        """The CUDA module for every architecture of the budget, built with this toolkit and setup.py's flags."""
+        return build_module(folder, CUDA_HOME=str(self.home), SPARSELIFT_CUDA_ARCHITECTURES="")
+
+
+def build_module(folder: Path, **variables: str) -> Path:
+    """The CUDA module as setup.py makes it, given these variables beside the environment's. Raises CalledProcessError."""
+    environment = {**os.environ, "SPARSELIFT_CUDA": "1", **variables}
+    subprocess.run([sys.executable, "-c", BUILD, folder], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+    return next(folder.glob("sparselift/kernels/_cuda.*"))
 
 
 @dataclass(frozen=True, slots=True, order=True)
