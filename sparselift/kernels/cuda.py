@@ -1,8 +1,10 @@
 """The CUDA backend: fused bags on a device, by the kernels of csrc/cuda.
 
-Work goes to torch's current stream and nothing waits for it, but for `coalesced_grad` and `expanded_grad`, whose results have as many rows
-as the device says. Ids and boundaries are checked on the device: a fault raises when the host gets to know of it, in the same call where
-kernels run at once and by the next step otherwise. From the fault on, and until it raised, updates change nothing.
+Tables, states, ids, gradients and outputs are torch's tensors, or arrays that `arrays.device_tensor` takes, such as cupy's. Work goes to
+torch's current stream, or to that of `CudaBackend.on_stream`, and nothing waits for it, but for `coalesced_grad` and `expanded_grad`,
+whose results have as many rows as the device says. Ids and boundaries are checked on the device: a fault raises when the host gets to know
+of it, in the same call where kernels run at once and by the next step otherwise, or in `CudaProgram.synchronize`. From the fault on, and
+until it raised, updates change nothing.
 
 Of a table's knobs none means anything here: kernels find the lookups of a row by a sort, and many warps hide what prefetching would.
 """
@@ -14,14 +16,14 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, local
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparselift.arrays import as_array
+from sparselift.arrays import as_array, device_tensor, stream_handle, torch_stream
 from sparselift.errors import KernelError
 
 from .base import POOLINGS, UPDATE_RULES, BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, State, TableSpec, UpdateRule
@@ -43,6 +45,7 @@ from .checks import (
     id_error,
     offset_error,
 )
+from .device_memory import device_memory
 
 DTYPES = ("float32", "float16", "bfloat16")
 CUDA_MODULE = "sparselift.kernels._cuda"
@@ -65,7 +68,7 @@ def extension(module: str = CUDA_MODULE) -> ModuleType:
         found = importlib.import_module(module)
     except ImportError as error:
         raise KernelError(f"the CUDA kernels are not built ({module} cannot be imported: {error}); install nvcc and build them with: "
-                          "pip install -e . --no-build-isolation") from error
+                          "SPARSELIFT_CUDA=1 pip install -e . --no-build-isolation") from error
     try:
         found.check_device()
     except KernelError as error:
@@ -133,11 +136,29 @@ class CudaProgram(BagProgram):
         return self.backend.device
 
     def stream(self) -> int:
-        """The handle of torch's current stream."""
-        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        """The handle of the stream that calls go to."""
+        return self.backend.current_stream()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return self.backend.memory.empty(shape, dtype, self.stream())
+
+    def synchronize(self) -> None:
+        """Wait for what was queued on the current stream. Raises IndexError or ValueError for a fault that the device found."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        with self._turn():
+            pass
+
+    def _tensors(self, what: str, given: Sequence[Any], *, written: bool = False) -> list[Any]:
+        """Arrays of others as tensors; what is none is left for the checks."""
+        return [source if isinstance(source, Tensor) else device_tensor(f"{what} {position}", source, self.device, written=written)
+                for position, source in enumerate(given)]
+
+    def _matrices(self, what: str, given: Any, *, written: bool = False) -> Any:
+        """Likewise: one buffer, or one matrix a feature."""
+        if isinstance(given, Sequence):
+            return self._tensors(f"{what} of feature", given, written=written)
+        return device_tensor(f"the {what}", given, self.device, written=written)
 
     def _space(self, nbytes: int) -> tuple[int, int]:
         """Address and size of the workspace, grown to `nbytes`. Calls of one stream use it one after the other."""
@@ -189,7 +210,9 @@ class CudaProgram(BagProgram):
         for what, given in (("indices", indices), ("offsets", offsets), ("weights", weights)):
             check_count(what, "feature", len(given), len(self.features))
         kept: list[Tensor] = []
-        inputs = [self._read_feature(*parts, kept) for parts in zip(self.features, indices, offsets, weights)]
+        inputs = [self._read_feature(*parts, kept) for parts in zip(
+            self.features, self._tensors("indices of feature", indices), self._tensors("offsets of feature", offsets),
+            self._tensors("weights of feature", weights))]
         with self._turn():
             memory = self.empty((self.raw.batch_bytes(inputs),), torch.uint8)
             batch = self.raw.prepare(inputs, memory.data_ptr(), self.stream())
@@ -221,6 +244,7 @@ class CudaProgram(BagProgram):
     # ------------------------------------------------------------------------------------------------ forward
 
     def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
+        tables, out = self._tensors("weight of table", tables), self._matrices("output", out, written=True)
         check_tables(self, tables, device=self.device)
         prepared = self._check_batch(batch)
         outputs = [(output.data_ptr(), output.stride(0)) for output in feature_outputs(self, batch, out, device=self.device)]
@@ -229,6 +253,7 @@ class CudaProgram(BagProgram):
             self.raw.forward([as_array(table.detach()).pointer for table in tables], prepared.raw, outputs, *space, self.stream())
 
     def weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, feature: int, grad: Tensor) -> Tensor:
+        tables, grad = self._tensors("weight of table", tables), device_tensor("the gradient", grad, self.device)
         check_tables(self, tables, device=self.device)
         prepared, spec = self._check_batch(batch), self.features[feature]
         check_rows(f"gradient of feature {spec.name!r}", grad, (batch.num_bags[feature], self.tables[spec.table].dim), device=self.device)
@@ -243,6 +268,9 @@ class CudaProgram(BagProgram):
 
     def update(self, tables: Sequence[Tensor | None], states: Sequence[State],
                rules: Sequence[UpdateRule | None], segments: Sequence[Segment]) -> None:
+        tables = self._tensors("weight of table", tables, written=True)
+        states = [tuple(self._tensors("state", state, written=True)) if isinstance(state, tuple)
+                  else device_tensor("the state", state, self.device, written=True) for state in states]
         check_rules(self, states, rules, device=self.device)
         check_tables(self, tables, rules, device=self.device)
         kept: list[Tensor] = []
@@ -258,6 +286,8 @@ class CudaProgram(BagProgram):
         read = []
         for segment in segments:
             batch = self._check_batch(segment.batch)
+            if not isinstance(segment.grad, Tensor):
+                segment = dataclasses.replace(segment, grad=self._matrices("gradient", segment.grad))
             grads = [None if grad is None else _matrix(grad, kept) for grad in feature_grads(self, segment, device=self.device)]
             read.append((batch.raw, grads, segment.scales))
         return read
@@ -291,27 +321,60 @@ class CudaBackend(KernelBackend):
     device   where tables, ids and gradients are: "cuda" is torch's current device
     shape    how kernels are laid out
     module   the extension: another one runs the same kernels elsewhere, as the tests' emulator does
+    memory   whose pools batches, workspaces, results and `pinned` buffers come from: "torch" or "cupy"
 
     Raises
     ------
-    KernelError   the kernels are not built, or no driver or device is there; says which
+    KernelError         the kernels are not built, or no driver or device is there; says which
+    MissingExtraError   memory "cupy", and cupy is not installed
     """
 
     name = "cuda"
     coalesce_methods = ("chain", "sort")
     weight_dtypes = DTYPES
 
-    def __init__(self, device: str | torch.device = "cuda", shape: KernelShape = KernelShape(), module: str = CUDA_MODULE) -> None:
-        self.shape, self._module = shape, module
+    def __init__(self, device: str | torch.device = "cuda", shape: KernelShape = KernelShape(), module: str = CUDA_MODULE,
+                 memory: str = "torch") -> None:
+        self.shape, self._module, self._pool = shape, module, memory
         self.extension = extension(module)
         self.device = torch.device(device)
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
                 raise KernelError(f"torch {torch.__version__} finds no CUDA device, so there are no tensors for the CUDA kernels")
             self.device = torch.device("cuda", torch.cuda.current_device() if self.device.index is None else self.device.index)
+        self.memory = device_memory(memory, self.device)
+        self._calling = local()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CudaBackend, (self.device, self.shape, self._module)
+        return CudaBackend, (self.device, self.shape, self._module, self._pool)
+
+    def current_stream(self) -> int:
+        """The handle of the stream that calls of this thread go to."""
+        if self.device.type == "cuda":
+            return torch.cuda.current_stream(self.device).cuda_stream
+        return getattr(self._calling, "stream", 0)
+
+    @contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        """Calls of this thread inside go to a stream of torch, cupy, or another library with `__cuda_stream__`, or to that of a handle.
+
+        Torch's own operations go there too. The caller keeps the stream for as long as work is on it, and sees to it that what was queued
+        on other streams comes before. Raises TypeError or ValueError for what is no stream, or the per-thread default stream.
+        """
+        handle = stream_handle(stream)
+        if self.device.type == "cuda":
+            with torch.cuda.stream(torch_stream(handle, self.device)):
+                yield
+            return
+        before, self._calling.stream = self.current_stream(), handle
+        try:
+            yield
+        finally:
+            self._calling.stream = before
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A host buffer that a device copies from by itself, for ids on their way to it. Stays unchanged until the copy is done."""
+        return self.memory.pinned(shape, dtype)
 
     def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> CudaProgram:
         check_specs(tables, features, weight_dtypes=self.weight_dtypes)
