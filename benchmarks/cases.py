@@ -55,9 +55,11 @@ class Bags(nn.Module):
     """One bag of sums a table, side by side: the sparse path alone."""
 
     def __init__(self, rows: Sequence[int], dim: int, generator: torch.Generator) -> None:
+        """Weights are on the generator's device."""
         super().__init__()
         self.emb_l = nn.ModuleList(
-            nn.EmbeddingBag(count, dim, mode="sum", sparse=True, _weight=torch.empty(count, dim).uniform_(-0.01, 0.01, generator=generator))
+            nn.EmbeddingBag(count, dim, mode="sum", sparse=True,
+                            _weight=torch.empty(count, dim, device=generator.device).uniform_(-0.01, 0.01, generator=generator))
             for count in rows)
 
     def forward(self, offsets: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
@@ -103,18 +105,21 @@ class Case:
         return torch.cat([batch.table_indices[table] for batch in self.batches[:steps]]).unique()
 
     def traffic_bytes(self) -> int:
-        """Least memory traffic of a step's sparse path, mean of the batches.
+        """Least memory traffic of a step's sparse path, mean of the batches."""
+        return self.forward_bytes() + self.update_bytes()
 
-        Ids are read in forward and in backward; pooled outputs are written and their gradients read; every distinct row is read in forward,
-        and read and written with its optimizer state in the update.
-        """
-        row = 4 * self.shape.dim
-        state = 4 * STATE_FLOATS[self.optimizer](self.shape.dim)
-        total = 0
-        for batch in self.batches:
-            unique = len(batch.row_ids.unique())
-            total += 2 * batch.indices.nbytes + 2 * self.shape.batch_size * self.shape.num_tables * row + unique * (3 * row + 2 * state)
-        return total // len(self.batches)
+    def forward_bytes(self) -> int:
+        """Of its forward: ids are read, every distinct row is read, pooled outputs are written."""
+        return self._mean_bytes(4 * self.shape.dim)
+
+    def update_bytes(self) -> int:
+        """Of backward and update: ids and output gradients are read, every distinct row is read and written with its optimizer state."""
+        return self._mean_bytes(2 * 4 * (self.shape.dim + STATE_FLOATS[self.optimizer](self.shape.dim)))
+
+    def _mean_bytes(self, a_row: int) -> int:
+        """Ids, something at every output, and so many bytes a distinct row."""
+        outputs = 4 * self.shape.batch_size * self.shape.num_tables * self.shape.dim
+        return sum(batch.indices.nbytes + outputs + len(batch.row_ids.unique()) * a_row for batch in self.batches) // len(self.batches)
 
 
 class Side:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -13,11 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deadline import run_within
+
 ROOT = Path(__file__).parents[1]
 NAMESPACE = "sparselift::"                # kernels of ours; CUB's sort brings its own
+MODULE = "sparselift.kernels._cuda"
 DEFAULT_BLOCK_THREADS = 256
 
-# Compiles the CUDA module alone: setup.py has no name for that.
+# Compiles some modules alone: setup.py has no name for that.
 BUILD = """
 import sys
 import setuptools
@@ -25,7 +29,7 @@ from distutils.core import run_setup
 command = run_setup("setup.py", stop_after="init").get_command_obj("build_ext")
 command.build_lib, command.build_temp = sys.argv[1], sys.argv[1] + "/temp"
 command.ensure_finalized()
-command.extensions = [each for each in command.extensions if each.name == "sparselift.kernels._cuda"]
+command.extensions = [each for each in command.extensions if each.name in sys.argv[2:]]
 command.run()
 """
 
@@ -62,14 +66,17 @@ class Toolkit:
 
     def build(self, folder: Path) -> Path:
         """The CUDA module for every architecture of the budget, built with this toolkit and setup.py's flags."""
-        return build_module(folder, CUDA_HOME=str(self.home), SPARSELIFT_CUDA_ARCHITECTURES="")
+        [module] = build_modules(folder, MODULE, CUDA_HOME=str(self.home), SPARSELIFT_CUDA_ARCHITECTURES="")
+        return module
 
 
-def build_module(folder: Path, **variables: str) -> Path:
-    """The CUDA module as setup.py makes it, given these variables beside the environment's. Raises CalledProcessError."""
-    environment = {**os.environ, "SPARSELIFT_CUDA": "1", **variables}
-    subprocess.run([sys.executable, "-c", BUILD, folder], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
-    return next(folder.glob("sparselift/kernels/_cuda.*"))
+def build_modules(folder: Path, *names: str, timeout_s: float = math.inf, **variables: str) -> list[Path]:
+    """Modules as setup.py makes them, given variables beside the environment's. Raises CalledProcessError or OutOfTime."""
+    command, environment = [sys.executable, "-c", BUILD, folder, *names], {**os.environ, "SPARSELIFT_CUDA": "1", **variables}
+    status = run_within(timeout_s, command, cwd=ROOT, env=environment, stdout=sys.stderr)
+    if status != 0:
+        raise subprocess.CalledProcessError(status, command)
+    return [next(folder.glob(f"{name.replace('.', '/')}.*.so")) for name in names]
 
 
 @dataclass(frozen=True, slots=True, order=True)

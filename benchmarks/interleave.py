@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,47 +50,65 @@ class Row:
     over_floor: float | None              # median over the reps of side / floor
     versions: str
     cpu: str
+    device: str = ""                      # the GPU that ran it
+    launches: int | None = None           # of kernels, in one step of the side
+    synchronizations: int | None = None   # of the host with the device, likewise
 
 
-def interleave(steps: Sequence[Step], num_batches: int, reps: int, seed: int) -> Seconds:
-    """(reps, sides) seconds of a step of each side.
+def wall_clock(step: Step, number: int) -> float:
+    """Seconds of one step."""
+    start = time.perf_counter()
+    step(number)
+    return time.perf_counter() - start
+
+
+def interleave(steps: Sequence[Any], num_batches: int, reps: int, seed: int, *, timed: Callable[[Any, int], float] = wall_clock,
+               warmup_reps: int = WARMUP_REPS) -> Seconds:
+    """(reps, sides) seconds of a step of each side, as `timed` takes them.
 
     A rep runs every side once, in random order, on the same batch; batches rotate, so that a batch's rows were last touched
     `num_batches` steps ago. The garbage collector is off while timing.
     """
-    rng, times = np.random.default_rng(seed), np.empty((WARMUP_REPS + reps, len(steps)))
+    rng, times = np.random.default_rng(seed), np.empty((warmup_reps + reps, len(steps)))
     gc.collect()
     gc.disable()
     try:
         for rep in range(len(times)):
             for side in rng.permutation(len(steps)):
-                step = steps[side]
-                start = time.perf_counter()
-                step(rep % num_batches)
-                times[rep, side] = time.perf_counter() - start
+                times[rep, side] = timed(steps[side], rep % num_batches)
     finally:
         gc.enable()
-    return times[WARMUP_REPS:]
+    return times[warmup_reps:]
 
 
 def paired_row(baseline_s: Seconds, side_s: Seconds, *, workload: str, side: str, config: str, optimizer: str = "", huge_pages: str = "",
-               baseline: str = "torch", traffic_bytes: int | None = None, floor_s: Seconds | None = None) -> Row:
-    """The row of (reps,) seconds of two sides, and of the floor, taken rep by rep."""
+               baseline: str = "torch", traffic_bytes: int | None = None, floor_s: Seconds | None = None,
+               peak_gbps: float | None = None) -> Row:
+    """The row of (reps,) seconds of two sides, and of the floor, taken rep by rep. `peak_gbps`: of what ran it, else the processor's."""
     baseline_median_s, median_s = float(np.median(baseline_s)), float(np.median(side_s))
     ratios = baseline_s / side_s
     low, median, high, _ = median_interval(ratios.tolist(), CONFIDENCE)
     quarter, three_quarters = np.percentile(ratios, [25, 75])
     floor = (None, None) if floor_s is None else (float(np.median(floor_s)) * 1e3, float(np.median(side_s / floor_s)))
-    speed = (None, None) if traffic_bytes is None else (traffic_bytes / median_s / 1e9, probe().stream_gbps)
+    speed = _speed(traffic_bytes, median_s, peak_gbps)
     return Row(workload, side, baseline, config, optimizer, torch.get_num_threads(), huge_pages, baseline_median_s * 1e3, median_s * 1e3,
                median, low, high, float(three_quarters - quarter), len(ratios), traffic_bytes, *speed,
                *floor, *machine())
 
 
-def single_row(seconds: Sequence[float], *, workload: str, side: str, config: str, optimizer: str) -> Row:
+def single_row(seconds: Sequence[float], *, workload: str, side: str, config: str, optimizer: str, traffic_bytes: int | None = None,
+               peak_gbps: float | None = None) -> Row:
     """The row of something that has no counterpart."""
-    return Row(workload, side, "", config, optimizer, torch.get_num_threads(), "", None, float(np.median(seconds)) * 1e3, None, None, None,
-               None, len(seconds), None, None, None, None, None, *machine())
+    median_s = float(np.median(seconds))
+    return Row(workload, side, "", config, optimizer, torch.get_num_threads(), "", None, median_s * 1e3, None, None, None, None,
+               len(seconds), traffic_bytes, *_speed(traffic_bytes, median_s, peak_gbps), None, None, *machine())
+
+
+def _speed(traffic_bytes: int | None, median_s: float, peak_gbps: float | None) -> tuple[float | None, float | None]:
+    """What was reached, and what the machine streams, in GB/s."""
+    if traffic_bytes is None:
+        return None, None
+    return traffic_bytes / median_s / 1e9, probe().stream_gbps if peak_gbps is None else peak_gbps
 
 
 def machine() -> tuple[str, str]:
