@@ -35,7 +35,8 @@ NEEDED = ("sparselift.kernels._cuda", "sparselift.kernels._cpu", "sparselift.run
 TESTS = ("tests/contract", "tests/cuda/test_edge.py")
 DRY_TESTS = ("tests/contract/test_kernels.py", "-k", "registered_classes or first_and_the_last")
 WORKLOADS = ("W7", "W1", "exchange", "W2", "W4", "W5", "W3")       # what the bars are about comes first
-INSTALL_NVCC = "pip install nvidia-cuda-nvcc nvidia-cuda-cccl, or set CUDA_HOME to a toolkit"
+INSTALL_NVCC = ("install a CUDA toolkit, or make one, as docs/cuda.md says: pip install --no-deps --target toolkit "
+                "-r csrc/cuda/toolkit.txt, and CUDA_HOME=toolkit/nvidia/cu13")
 
 
 class Missing(Exception):

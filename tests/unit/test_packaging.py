@@ -48,6 +48,11 @@ def test_every_requirement_is_pinned_inside_its_range(requirement: Requirement) 
     assert requirement.specifier.contains(version)
 
 
+def test_no_pin_keeps_a_torch_with_cuda_from_being_installed() -> None:
+    """Torch's wheels of the package index pin CUDA's libraries by themselves, which a CPU build never shows."""
+    assert not [name for name in pins() if name.startswith(("nvidia-", "cuda-"))]
+
+
 def test_version_is_the_installed_one() -> None:
     assert importlib.metadata.version("sparselift") == sparselift.__version__
 
