@@ -48,6 +48,7 @@ sl_status launch(void (*)(Parameters...), const LaunchShape& shape, cudaStream_t
         if (error != cudaSuccess) return check_launch(error, kernel_name<kKernel>(), shape);
     }
 #ifdef SPARSELIFT_SIMT
+    simt::note_launch(kernel_name<kKernel>());
     const auto body = [&] { kKernel(arguments...); };
     const cudaError_t error = simt::run_grid(
         shape.grid, shape.block, shape.shared_bytes, [](const void* closure) { (*static_cast<const decltype(body)*>(closure))(); }, &body);

@@ -79,6 +79,12 @@ class Simt:
         self.library.simt_take_counts(*map(ctypes.byref, numbers))
         return Counts(*(number.value for number in numbers))
 
+    def take_launches(self) -> dict[str, int]:
+        """How often each kernel was launched since the last call, by its name with template arguments, as in csrc/cuda/budget.csv."""
+        self.library.simt_take_launches.restype = ctypes.c_char_p
+        lines = self.library.simt_take_launches().decode().splitlines()
+        return {name: int(count) for name, _, count in (line.rpartition(" ") for line in lines)}
+
     def traffic(self, call: Callable[[], object]) -> Traffic:
         """Of the launches that `call` makes."""
         numbers = [ctypes.c_int64() for _ in range(4)]
