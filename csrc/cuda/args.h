@@ -81,13 +81,16 @@ struct ForwardFeature {
     float* out;
     int64_t out_stride;
     float* partials;           // (2 * cells, D) sums of pieces of long bags, see chunks.cuh; null where no bag can be long
-    int32_t* counts;           // (2 * cells,) ids that count in them
+    int32_t* counts;           // (2 * cells,) ids that count in them; where maxima are wanted, (2 * cells, D) lookups that they came from
     int32_t bags_per_group;
     int32_t reserved;
 };
 
+/// Features of one launch. They come as its arguments: an argument list holds 4 KiB.
+constexpr int kForwardFeatures = 31;
+
 struct ForwardArgs {
-    const ForwardFeature* features;
+    ForwardFeature features[kForwardFeatures];
     int32_t chunk;
 };
 

@@ -34,7 +34,7 @@ def long_case(dim: int, *, pooling: str = "sum", padding: bool = False, weighted
 
 @pytest.mark.parametrize("dim", [1, 4, 17, 64, 300, 1000])
 @pytest.mark.parametrize("options", [{}, {"pooling": "mean"}, {"padding": True}, {"pooling": "mean", "padding": True}, {"weighted": True},
-                                     {"weighted": True, "padding": True}], ids=str)
+                                     {"weighted": True, "padding": True}, {"pooling": "max"}, {"pooling": "max", "padding": True}], ids=str)
 def test_long_bags(simt: Simt, dim: int, options: dict) -> None:
     case = long_case(dim, **options)
     program = case.compile(simt.backend(SHAPE))
@@ -86,6 +86,25 @@ def test_rows_of_many_lookups(simt: Simt, dim: int, rule: UpdateRule) -> None:
     else:
         assert np.allclose(case.weights[0].numpy(), want, rtol=1e-6, atol=1e-6)
         assert np.allclose(state.numpy(), want_state, rtol=2e-7, atol=0)
+
+
+def test_a_long_maximum_is_that_of_a_short_bag(simt: Simt) -> None:
+    """NaNs count where they come first, wherever the bag is cut; so do equal rows."""
+    generator = torch.Generator().manual_seed(4)
+    table = torch.randint(-3, 4, (40, 12), generator=generator).float()
+    table[5], table[7, :6] = torch.nan, torch.nan
+    lengths = [3 * CHUNK + 5, 2 * CHUNK, CHUNK + 1, 4 * CHUNK]
+    ids = torch.randint(0, 40, (sum(lengths),), generator=generator)
+    ids[3 * CHUNK + 5] = 5                                          # the second bag begins with NaNs
+    ids[-4 * CHUNK:-4 * CHUNK + 2 * CHUNK + 3] = 9                  # padding for two pieces, then NaNs
+    ids[-4 * CHUNK + 2 * CHUNK + 3] = 7
+    results = []
+    for backend in (simt.backend(SHAPE), simt.backend()):
+        program = backend.compile([TableSpec("t", 40, 12)], [FeatureSpec("f", 0, "max", padding_idx=9)])
+        batch, out = program.look_up([table], [ids], [torch.tensor([0, *lengths[:-1]]).cumsum(0)])
+        results.append((out, batch.maxima(0)))
+    assert results[0][0].nan_to_num(nan=1e9).equal(results[1][0].nan_to_num(nan=1e9)) and results[0][1].equal(results[1][1])
+    assert results[0][0][1].isnan().all() and results[0][0][3, :6].isnan().all() and not results[0][0][0].isnan().all()
 
 
 def test_a_row_has_the_same_bits_whatever_others_are_updated(simt: Simt) -> None:
