@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../api/sparselift_cuda.h"
+#include "sort.h"
 
 namespace sparselift::cuda {
 
@@ -130,6 +131,24 @@ struct TableUpdate {
     int32_t dtype;
 };
 
+/// A small table whose lookups are not sorted, see dense.cuh.
+struct DenseTable {
+    int32_t table;
+    int32_t rows;
+    int32_t first_source;
+    int32_t num_sources;
+    int32_t shares_log2;       // warps that share a row
+    int32_t stride;            // floats of a row of sums: D, rounded up to four
+};
+
+struct DenseArgs {
+    const DenseTable* dense;
+    const Source* sources;
+    const TableUpdate* tables;
+    const Status* status;
+    int32_t chunk;
+};
+
 /// Lookups sorted by (table, row), and what it takes to sum the gradients of each row.
 struct RunArgs {
     const Source* sources;
@@ -149,6 +168,7 @@ struct RunArgs {
 };
 
 struct KeyArgs {
+    SortStart sort;
     const Source* sources;
     uint64_t* keys;
     uint32_t* positions;

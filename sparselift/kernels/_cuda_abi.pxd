@@ -10,6 +10,7 @@ cdef extern from "api/sparselift_cuda.h" nogil:
     enum: SL_OK, SL_BAD_ID, SL_BAD_ARGUMENT, SL_NO_MEMORY
     enum: SL_RULE_ABSENT
     enum: SL_CUDA_STATUS_BYTES
+    enum: SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_MOST_DENSE_COLUMNS
 
     ctypedef struct sl_cuda_program
     ctypedef struct sl_cuda_batch
@@ -18,6 +19,7 @@ cdef extern from "api/sparselift_cuda.h" nogil:
         int64_t rows
         int64_t dim
         int32_t dtype
+        int32_t coalesce
 
     ctypedef struct sl_cuda_shape:
         int32_t vector_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparselift.kernels.base import FeatureSpec, Segment, TableSpec, UpdateRule
+from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
 from tests.simt.module import Simt
 
 LEAST = 0.95
@@ -31,12 +31,13 @@ def test_forward(simt: Simt, dim: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "float16"])
+@pytest.mark.parametrize("coalesce", ["sort", "dense"])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_update(simt: Simt, dim: int, kind: str, name: str) -> None:
+def test_update(simt: Simt, dim: int, kind: str, coalesce: str, name: str) -> None:
     table, (ids, offsets) = torch.randn(ROWS, dim).to(getattr(torch, name)), make_bags(dim)
     state = {"sgd": None, "adagrad": torch.ones(ROWS, dim), "rowwise_adagrad": torch.ones(ROWS)}[kind]
-    program = simt.backend().compile([TableSpec("t", ROWS, dim, name)], [FeatureSpec("f", 0)])
+    program = simt.backend().compile([TableSpec("t", ROWS, dim, name, TableKnobs(coalesce))], [FeatureSpec("f", 0)])
     segments = [Segment(program.prepare([ids], [offsets]), torch.randn(BAGS, dim))]
     traffic = simt.traffic(lambda: program.update([table], [state], [UpdateRule(kind, 0.1, 1e-3)], segments))
     touched = len(ids.unique()) * dim

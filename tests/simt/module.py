@@ -31,9 +31,9 @@ NAME = "_simt"
 SCHEDULES = ("forward", "reverse", "random:7")
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
            "-DSPARSELIFT_SIMT", "-Icsrc")
-SOURCES = (*sorted(ROOT.glob("csrc/simt/*.cpp")), *(path for path in sorted(ROOT.glob("csrc/cuda/*.cu")) if path.name != "sort.cu"),
+SOURCES = (*sorted(ROOT.glob("csrc/simt/*.cpp")), *sorted(ROOT.glob("csrc/cuda/*.cu")),
            ROOT / "csrc/api/status.cpp", ROOT / "tests/simt/control.cpp")
-CYTHON = (ROOT / "sparselift/kernels/_cuda.pyx", *(ROOT / f"sparselift/kernels/{name}.pxd" for name in ("_cuda_abi", "_cpu", "_exchange")))
+CYTHON = tuple(ROOT / "sparselift/kernels" / name for name in ("_cuda.pyx", "_cuda_abi.pxd", "_cpu.pxd", "_exchange.pxd", "_status.pxd"))
 
 
 @dataclass(frozen=True, slots=True)
