@@ -93,6 +93,7 @@ constexpr int kForwardFeatures = 31;
 struct ForwardArgs {
     ForwardFeature features[kForwardFeatures];
     int32_t chunk;
+    uint32_t bag_blocks;       // blocks from here on have pieces of long bags
 };
 
 struct WeightGradArgs {

@@ -51,14 +51,16 @@ __device__ inline bool refill(const RowSources& from, const RowQueue& queue, Row
         if (from.row == lookups.padding || source.batch_fault->first != kNoFault) continue;
         scan.head = scan.tail = 0;
         while (scan.tail < kWarp && scan.next < lookups.count) {
-            bool is_mine[kWindows];
+            bool is_mine[kWindows], has_any = false;
 #pragma unroll
             for (int w = 0; w < kWindows; ++w) {
                 const int64_t k = static_cast<int64_t>(scan.next) + w * kWarp + lane;
                 is_mine[w] = k < lookups.count && lookups.ids[k] == from.row;
+                has_any = has_any || is_mine[w];
             }
+            const bool is_found = __any_sync(kWholeWarp, has_any) != 0;
 #pragma unroll
-            for (int w = 0; w < kWindows; ++w) {
+            for (int w = 0; w < kWindows && is_found; ++w) {
                 const int32_t k = scan.next + w * kWarp + lane, bag = is_mine[w] ? bag_of(lookups, k) : -1;
                 const unsigned found = __ballot_sync(kWholeWarp, bag >= 0);
                 if (bag >= 0) {

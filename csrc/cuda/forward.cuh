@@ -1,8 +1,8 @@
 // Table-batched bags: pooled[b, :] = sum of table[ids[k], :] over the lookups k of bag b, for every feature in one launch.
 //
-// Grid: blocks of bags in x, features in y. A group of 1 to 32 lanes owns a bag, as many lanes as a row has loads, so that narrow rows
+// Grid: blocks of bags, and behind them blocks of pieces of long bags, in x, features in y. A group of 1 to 32 lanes owns a bag, as many lanes as a row has loads, so that narrow rows
 // pack up to 32 bags into a warp. A lane owns columns, and keeps their sums in registers over the whole bag; it adds rows in id order
-// (the bits of torch), with kLoads loads under way. Bags longer than a chunk are left to the kernels at the end.
+// (the bits of torch), with kLoads loads under way. Bags longer than a chunk are pooled by pieces, which the kernels at the end put together.
 #pragma once
 
 #include "bags.cuh"
@@ -166,6 +166,49 @@ __device__ inline void copy_rows(const ForwardFeature& feature, int32_t first, i
     }
 }
 
+/// The piece of a long bag that begins in a cell, see chunks.cuh. `bag` is -1 where none does.
+struct Piece {
+    int32_t bag;
+    Bounds bag_bounds;
+    int32_t begin;
+};
+
+__device__ inline Piece piece_of(const Lookups& lookups, int64_t cell, bool is_first, int32_t chunk) {
+    const int64_t cell_begin = cell * chunk;
+    if (cell_begin >= lookups.count || lookups.num_bags == 0) return {-1, {0, 0}, 0};
+    const int64_t cell_last = cell_begin + chunk - 1 < lookups.count ? cell_begin + chunk - 1 : lookups.count - 1;
+    const int32_t bag = bag_of(lookups, static_cast<int32_t>(is_first ? cell_last : cell_begin));
+    if (bag < 0) return {-1, {0, 0}, 0};
+    const Bounds bounds = bounds_of(lookups, bag);
+    if (bounds.count() <= chunk || (bounds.begin >= cell_begin) != is_first) return {-1, {0, 0}, 0};
+    if (is_first) return {bag, bounds, bounds.begin};
+    const int64_t pieces_before = (cell_begin - bounds.begin + chunk - 1) / chunk;
+    const int64_t begin = bounds.begin + pieces_before * chunk;
+    if (begin >= bounds.end) return {-1, {0, 0}, 0};
+    return {bag, bounds, static_cast<int32_t>(begin)};
+}
+
+__device__ inline int32_t piece_end(const Piece& piece, int32_t chunk) {
+    return piece.bag_bounds.end - piece.begin > chunk ? piece.begin + chunk : piece.bag_bounds.end;
+}
+
+/// What a piece of a long bag comes to, for the kernel that adds the pieces up.
+template <int kWidth, int kVectors>
+__device__ inline void store_partial(const ForwardFeature& feature, int64_t slot, int32_t column, const Values<kWidth> (&values)[kVectors]) {
+    const Columns& columns = feature.columns;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+        const int32_t stripe = kWidth << columns.lanes_log2, at = column + v * stripe;
+        if (at < columns.dim)
+            store_columns<kWidth>(feature.partials + slot * columns.dim, at, stripe, columns.dim, values[v], columns.vector_loads);
+    }
+}
+
+/// The group of lanes of a thread, among those of blocks from `first_block` on.
+__device__ inline int64_t group_number(const Columns& columns, uint32_t first_block) {
+    return (static_cast<int64_t>(blockIdx.x - first_block) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
+}
+
 constexpr int kMaxima = 8;      // columns a lane: each has a position beside its value
 
 /// The maxima of one lane's columns, and where they came from: -1 where nothing did.
@@ -221,13 +264,31 @@ struct Maxima {
     }
 };
 
-/// Maxima of bags, and where they came from. Grid: as bag_forward_kernel, a bag a group. Bytes: 4 D a bag more.
+/// The same for maxima.
+template <typename Weight>
+__device__ inline void find_maxima_of_piece(const ForwardFeature& feature, int64_t slot, int32_t lane, int32_t chunk) {
+    const Columns& columns = feature.columns;
+    const Piece piece = piece_of(feature.lookups, slot / 2, slot % 2 != 0, chunk);
+    if (piece.bag < 0) return;
+    visit_columns<Weight, kMaxima>(columns, [&](auto width, auto vectors) {
+        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
+        for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * (kWidth << columns.lanes_log2)) {
+            Maxima<kWidth, kVectors> maxima;
+            maxima.template take_lookups<Weight>(feature, {piece.begin, piece_end(piece, chunk)}, column, piece.begin != piece.bag_bounds.begin);
+            maxima.store_positions(columns, column, feature.counts + slot * columns.dim);
+            store_partial(feature, slot, column, maxima.best);
+        }
+    });
+}
+
+/// Maxima of bags, and where they came from. Grid: as bag_forward_kernel. Bytes: 4 D a bag more.
 template <typename Weight>
 __global__ void __launch_bounds__(kMaxThreads, 2) bag_max_kernel(const __grid_constant__ ForwardArgs args) {
     const ForwardFeature& feature = args.features[blockIdx.y];
     const Columns& columns = feature.columns;
     const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
-    const int64_t bag = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
+    if (blockIdx.x >= args.bag_blocks) return find_maxima_of_piece<Weight>(feature, group_number(columns, args.bag_blocks), lane, args.chunk);
+    const int64_t bag = group_number(columns, 0);
     if (bag >= feature.lookups.num_bags) return;
     const Bounds bounds = bounds_of(feature.lookups, static_cast<int32_t>(bag));
     if (bounds.count() > args.chunk) return;
@@ -242,13 +303,33 @@ __global__ void __launch_bounds__(kMaxThreads, 2) bag_max_kernel(const __grid_co
     });
 }
 
+/// The sum of the piece that begins in a slot, see chunks.cuh; two slots a cell. Nothing where none does.
+template <typename Weight, int kLoads>
+__device__ inline void pool_piece(const ForwardFeature& feature, int64_t slot, int32_t lane, int32_t chunk) {
+    const Columns& columns = feature.columns;
+    const Piece piece = piece_of(feature.lookups, slot / 2, slot % 2 != 0, chunk);
+    if (piece.bag < 0) return;
+    const Bounds bounds{piece.begin, piece_end(piece, chunk)};
+    visit_columns<Weight, kForwardColumns<Weight, kLoads>>(columns, [&](auto width, auto vectors) {
+        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
+        const int32_t stripe = kWidth << columns.lanes_log2;
+        for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * stripe) {
+            Values<kWidth> sums[kVectors];
+            clear(sums);
+            add_lookups<Weight, kWidth, kVectors, kLoads>(sums, feature.lookups, static_cast<const Weight*>(feature.table), columns, bounds, column);
+            if (column == 0) feature.counts[slot] = divisor_of(feature.lookups, bounds);
+            store_partial(feature, slot, column, sums);
+        }
+    });
+}
+
 /// Bytes: K rows read (those that caches hold, less), 4 K of ids, 4 D a bag written.
 template <typename Weight, int kLoads>
 __global__ void __launch_bounds__(kMaxThreads, 2) bag_forward_kernel(const __grid_constant__ ForwardArgs args) {
     const ForwardFeature& feature = args.features[blockIdx.y];
     const int32_t lane = threadIdx.x & ((1 << feature.columns.lanes_log2) - 1);
-    const int64_t group = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> feature.columns.lanes_log2;
-    const int64_t first = group * feature.bags_per_group;
+    if (blockIdx.x >= args.bag_blocks) return pool_piece<Weight, kLoads>(feature, group_number(feature.columns, args.bag_blocks), lane, args.chunk);
+    const int64_t first = group_number(feature.columns, 0) * feature.bags_per_group;
     if (first >= feature.lookups.num_bags) return;
     const int64_t end = first + feature.bags_per_group;
     const auto last = static_cast<int32_t>(end < feature.lookups.num_bags ? end : feature.lookups.num_bags);
@@ -260,67 +341,13 @@ __global__ void __launch_bounds__(kMaxThreads, 2) bag_forward_kernel(const __gri
     });
 }
 
-/// The piece of a long bag that begins in a cell, see chunks.cuh. `bag` is -1 where none does.
-struct Piece {
-    int32_t bag;
-    Bounds bag_bounds;
-    int32_t begin;
-};
-
-__device__ inline Piece piece_of(const Lookups& lookups, int64_t cell, bool is_first, int32_t chunk) {
-    const int64_t cell_begin = cell * chunk;
-    if (cell_begin >= lookups.count || lookups.num_bags == 0) return {-1, {0, 0}, 0};
-    const int64_t cell_last = cell_begin + chunk - 1 < lookups.count ? cell_begin + chunk - 1 : lookups.count - 1;
-    const int32_t bag = bag_of(lookups, static_cast<int32_t>(is_first ? cell_last : cell_begin));
-    if (bag < 0) return {-1, {0, 0}, 0};
-    const Bounds bounds = bounds_of(lookups, bag);
-    if (bounds.count() <= chunk || (bounds.begin >= cell_begin) != is_first) return {-1, {0, 0}, 0};
-    if (is_first) return {bag, bounds, bounds.begin};
-    const int64_t pieces_before = (cell_begin - bounds.begin + chunk - 1) / chunk;
-    const int64_t begin = bounds.begin + pieces_before * chunk;
-    if (begin >= bounds.end) return {-1, {0, 0}, 0};
-    return {bag, bounds, static_cast<int32_t>(begin)};
-}
-
-__device__ inline int32_t piece_end(const Piece& piece, int32_t chunk) {
-    return piece.bag_bounds.end - piece.begin > chunk ? piece.begin + chunk : piece.bag_bounds.end;
-}
-
-/// Sums of the pieces of long bags. Grid: two groups of lanes a cell in x, features in y.
-template <typename Weight, int kLoads>
-__global__ void __launch_bounds__(kMaxThreads, 2) long_bag_pieces_kernel(const __grid_constant__ ForwardArgs args) {
-    const ForwardFeature& feature = args.features[blockIdx.y];
-    const Columns& columns = feature.columns;
-    const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
-    const int64_t slot = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
-    const Piece piece = piece_of(feature.lookups, slot / 2, slot % 2 != 0, args.chunk);
-    if (piece.bag < 0) return;
-    visit_columns<Weight, kForwardColumns<Weight, kLoads>>(columns, [&](auto width, auto vectors) {
-        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
-        const int32_t stripe = kWidth << columns.lanes_log2;
-        for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * stripe) {
-            Values<kWidth> sums[kVectors];
-            clear(sums);
-            const Bounds bounds{piece.begin, piece_end(piece, args.chunk)};
-            add_lookups<Weight, kWidth, kVectors, kLoads>(sums, feature.lookups, static_cast<const Weight*>(feature.table), columns, bounds, column);
-            if (column == 0) feature.counts[slot] = divisor_of(feature.lookups, bounds);
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                const int32_t at = column + v * stripe;
-                if (at < columns.dim)
-                    store_columns<kWidth>(feature.partials + slot * columns.dim, at, stripe, columns.dim, sums[v], columns.vector_loads);
-            }
-        }
-    });
-}
-
 /// Adds up the pieces of each long bag, in order. Grid: a group of lanes a cell in x, features in y.
 template <typename Weight>
 __global__ void __launch_bounds__(kMaxThreads, 2) long_bags_kernel(const __grid_constant__ ForwardArgs args) {
     const ForwardFeature& feature = args.features[blockIdx.y];
     const Columns& columns = feature.columns;
     const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
-    const int64_t cell = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
+    const int64_t cell = group_number(columns, 0);
     const Piece piece = piece_of(feature.lookups, cell, true, args.chunk);
     if (piece.bag < 0) return;
     visit_columns<Weight, kForwardColumns<Weight, 4>>(columns, [&](auto width, auto vectors) {
@@ -347,40 +374,13 @@ __global__ void __launch_bounds__(kMaxThreads, 2) long_bags_kernel(const __grid_
     });
 }
 
-/// Maxima of the pieces of long bags. Grid: as long_bag_pieces_kernel.
-template <typename Weight>
-__global__ void __launch_bounds__(kMaxThreads, 2) long_max_pieces_kernel(const __grid_constant__ ForwardArgs args) {
-    const ForwardFeature& feature = args.features[blockIdx.y];
-    const Columns& columns = feature.columns;
-    const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
-    const int64_t slot = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
-    const Piece piece = piece_of(feature.lookups, slot / 2, slot % 2 != 0, args.chunk);
-    if (piece.bag < 0) return;
-    visit_columns<Weight, kMaxima>(columns, [&](auto width, auto vectors) {
-        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
-        const int32_t stripe = kWidth << columns.lanes_log2;
-        for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * stripe) {
-            Maxima<kWidth, kVectors> maxima;
-            maxima.template take_lookups<Weight>(feature, {piece.begin, piece_end(piece, args.chunk)}, column,
-                                                 piece.begin != piece.bag_bounds.begin);
-            maxima.store_positions(columns, column, feature.counts + slot * columns.dim);
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                const int32_t at = column + v * stripe;
-                if (at < columns.dim)
-                    store_columns<kWidth>(feature.partials + slot * columns.dim, at, stripe, columns.dim, maxima.best[v], columns.vector_loads);
-            }
-        }
-    });
-}
-
 /// The maxima of each long bag, from those of its pieces, in order. Grid: as long_bags_kernel.
 template <typename Weight>
 __global__ void __launch_bounds__(kMaxThreads, 2) long_maxima_kernel(const __grid_constant__ ForwardArgs args) {
     const ForwardFeature& feature = args.features[blockIdx.y];
     const Columns& columns = feature.columns;
     const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
-    const int64_t cell = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
+    const int64_t cell = group_number(columns, 0);
     const Piece piece = piece_of(feature.lookups, cell, true, args.chunk);
     if (piece.bag < 0) return;
     visit_columns<Weight, kMaxima>(columns, [&](auto width, auto vectors) {

@@ -72,12 +72,11 @@ struct ForwardBlocks {
     int64_t bags = 0, pieces = 0, long_bags = 0;
 };
 
-/// Bags, then the pieces of long ones, then those together.
-template <auto kBags, auto kPieces, auto kLongBags>
+/// Bags and pieces of long ones, then the long ones.
+template <auto kBags, auto kLongBags>
 sl_status launch_bags(const ForwardArgs& args, const ForwardBlocks& blocks, unsigned features, unsigned block, cudaStream_t stream) {
-    SL_TRY(launch<kBags>(dim3(static_cast<unsigned>(blocks.bags), features), block, 0, stream, args));
+    SL_TRY(launch<kBags>(dim3(static_cast<unsigned>(blocks.bags + blocks.pieces), features), block, 0, stream, args));
     if (blocks.pieces == 0) return SL_OK;
-    SL_TRY(launch<kPieces>(dim3(static_cast<unsigned>(blocks.pieces), features), block, 0, stream, args));
     return launch<kLongBags>(dim3(static_cast<unsigned>(blocks.long_bags), features), block, 0, stream, args);
 }
 
@@ -94,17 +93,14 @@ sl_status launch_features(const sl_cuda_program& program, const ForwardPlan& pla
         blocks.pieces = std::max(blocks.pieces, divide_up(2 * cells, groups));
         blocks.long_bags = std::max(blocks.long_bags, divide_up(cells, groups));
     }
+    args.bag_blocks = static_cast<uint32_t>(blocks.bags);
     const auto count = static_cast<unsigned>(last - first), block = static_cast<unsigned>(program.shape.block_threads);
     return visit_dtype(kind / 2, [&](auto element) {
         using Weight = decltype(element);
-        if (kind % 2 == 1)
-            return launch_bags<&bag_max_kernel<Weight>, &long_max_pieces_kernel<Weight>, &long_maxima_kernel<Weight>>(args, blocks, count, block,
-                                                                                                                     stream);
+        if (kind % 2 == 1) return launch_bags<&bag_max_kernel<Weight>, &long_maxima_kernel<Weight>>(args, blocks, count, block, stream);
         if (program.shape.loads_in_flight == 8)
-            return launch_bags<&bag_forward_kernel<Weight, 8>, &long_bag_pieces_kernel<Weight, 8>, &long_bags_kernel<Weight>>(args, blocks, count,
-                                                                                                                             block, stream);
-        return launch_bags<&bag_forward_kernel<Weight, 4>, &long_bag_pieces_kernel<Weight, 4>, &long_bags_kernel<Weight>>(args, blocks, count,
-                                                                                                                         block, stream);
+            return launch_bags<&bag_forward_kernel<Weight, 8>, &long_bags_kernel<Weight>>(args, blocks, count, block, stream);
+        return launch_bags<&bag_forward_kernel<Weight, 4>, &long_bags_kernel<Weight>>(args, blocks, count, block, stream);
     });
 }
 

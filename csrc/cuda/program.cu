@@ -64,19 +64,28 @@ Columns columns_of(int64_t dim, int32_t dtype, bool in_vectors, bool in_fours, i
     return columns;
 }
 
+namespace {
+
+template <int kWords>
+sl_status put_part(void* to, const void* from, int64_t bytes, cudaStream_t stream, Zeros zeros) {
+    PutArgs<kWords> args{};
+    args.to = static_cast<uint32_t*>(to);
+    args.count = static_cast<int32_t>(divide_up(bytes, 4));
+    args.zeros = zeros.at;
+    args.num_zeros = zeros.count;
+    if (bytes > 0) std::memcpy(args.words, from, static_cast<size_t>(bytes));
+    const int64_t threads = std::min(divide_up(std::max(args.count, args.num_zeros), kWarp) * kWarp, int64_t{kMaxThreads});
+    return launch<&put_kernel<kWords>>(1, static_cast<unsigned>(threads), 0, stream, args);
+}
+
+}  // namespace
+
 sl_status put(void* to, const void* from, int64_t bytes, cudaStream_t stream, Zeros zeros) {
-    constexpr int64_t kPutBytes = kPutWords * 4;
-    for (int64_t at = 0; at < bytes || zeros.count > 0; at += kPutBytes) {
-        const int64_t part = std::min(bytes - at, kPutBytes);
-        PutArgs args{};
-        args.to = reinterpret_cast<uint32_t*>(static_cast<char*>(to) + at);
-        args.count = static_cast<int32_t>(divide_up(part, 4));
-        args.zeros = zeros.at;
-        args.num_zeros = zeros.count;
-        if (part > 0) std::memcpy(args.words, static_cast<const char*>(from) + at, static_cast<size_t>(part));
-        const int32_t words = std::max(args.count, std::min(args.num_zeros, kPutWords));
-        SL_TRY(launch<&put_kernel>(1, static_cast<unsigned>(divide_up(words, kWarp) * kWarp), 0, stream, args));
-        zeros.count = 0;
+    constexpr int64_t kMostBytes = kMostPutWords * 4;
+    if (bytes <= kPutWords * 4 && (bytes > 0 || zeros.count > 0)) return put_part<kPutWords>(to, from, bytes, stream, zeros);
+    for (int64_t at = 0; at < bytes; at += kMostBytes) {
+        const int64_t part = std::min(bytes - at, kMostBytes);
+        SL_TRY(put_part<kMostPutWords>(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, part, stream, at == 0 ? zeros : Zeros{}));
     }
     return SL_OK;
 }

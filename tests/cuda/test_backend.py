@@ -76,15 +76,15 @@ def test_by_address_from_numpy(simt: Simt) -> None:
     assert out.tolist() == [(table[0] + table[5]).tolist(), table[2].tolist()]
 
 
-def step(simt: Simt, tables: list[TableSpec], ids: list[torch.Tensor]) -> dict[str, int]:
-    """What a forward and an update launch, by kernel. They copy nothing, and wait for nothing."""
+def step(simt: Simt, tables: list[TableSpec], ids: torch.Tensor, length: int) -> dict[str, int]:
+    """What a forward and an update launch, by kernel, with bags of `length` that have offsets. They copy nothing, and wait for nothing."""
     program = simt.backend().compile(tables, [FeatureSpec(f"f{t}", t, column=8 * t) for t in range(len(tables))])
     weights, states = [torch.zeros(t.rows, 8) for t in tables], [torch.zeros(t.rows) for t in tables]
-    count = len(ids[0])
-    grad, out = torch.ones(count, 8 * len(tables)), torch.empty(count, 8 * len(tables))
+    offsets = torch.arange(0, len(ids), length)
+    grad, out = torch.ones(len(offsets), 8 * len(tables)), torch.empty(len(offsets), 8 * len(tables))
     simt.take_counts()
     simt.take_launches()
-    batch = program.prepare(ids, [1] * len(tables))
+    batch = program.prepare([ids] * len(tables), [offsets] * len(tables))
     program.forward(weights, batch, out)
     program.update(weights, states, [UpdateRule("rowwise_adagrad", 0.1, 1e-8)] * len(tables), [Segment(batch, grad)])
     counts = simt.take_counts()
@@ -95,17 +95,18 @@ def step(simt: Simt, tables: list[TableSpec], ids: list[torch.Tensor]) -> dict[s
 
 
 def test_a_step_of_many_tables_takes_twelve_launches_at_most(simt: Simt) -> None:
-    """Keys of four digits, and lookups enough for rows that are used more often than a chunk has."""
+    """Keys of four digits, and lookups enough for bags, and rows, that have more than a chunk of them."""
     tables = [TableSpec(f"t{t}", 1 << (20 if t == 0 else 5), 8, knobs=TableKnobs(coalesce="sort")) for t in range(26)]
-    launches = step(simt, tables, [torch.arange(12)] * 26)
-    assert launches == {"put_kernel": 3, "prepare_kernel": 1, "bag_forward_kernel<float, 4>": 1, "lookup_keys_kernel": 1,
-                        "radix_pass_kernel": 4, "coalesced_kernel<float, ApplyRule>": 1, "long_runs_kernel<float, ApplyRule>": 1}
+    launches = step(simt, tables, torch.arange(300) % 32, 25)
+    assert launches == {"put_kernel<960>": 1, "put_kernel<8000>": 1, "prepare_kernel": 1,
+                        "bag_forward_kernel<float, 4>": 1, "long_bags_kernel<float>": 1, "lookup_keys_kernel": 1, "radix_pass_kernel": 4,
+                        "coalesced_kernel<float, ApplyRule>": 1, "long_runs_kernel<float, ApplyRule>": 1}
     assert sum(launches.values()) <= 12
 
 
 def test_a_step_of_small_tables_takes_five(simt: Simt) -> None:
-    launches = step(simt, [TableSpec(f"t{t}", 40, 8) for t in range(3)], [torch.arange(9)] * 3)
-    assert launches == {"put_kernel": 2, "prepare_kernel": 1, "bag_forward_kernel<float, 4>": 1, "dense_rows_kernel<float>": 1}
+    launches = step(simt, [TableSpec(f"t{t}", 40, 8) for t in range(3)], torch.arange(9), 2)
+    assert launches == {"put_kernel<960>": 2, "prepare_kernel": 1, "bag_forward_kernel<float, 4>": 1, "dense_rows_kernel<float>": 1}
 
 
 @pytest.mark.parametrize(("key_bits", "passes"), [(1, 1), (8, 1), (9, 2), (29, 4), (32, 4)])
@@ -117,4 +118,4 @@ def test_a_digit_of_eight_bits_is_one_launch(simt: Simt, key_bits: int, passes: 
     simt.module.dedup(ids.ctypes.data, 3, True, (1 << key_bits) - 1, distinct.ctypes.data, slots.ctypes.data, count.ctypes.data,
                       space.ctypes.data, space.nbytes, 0)
     launches = simt.take_launches()
-    assert (launches["put_kernel"], launches["count_digits_kernel"], launches["radix_pass_kernel"]) == (1, 1, passes)
+    assert (launches["put_kernel<960>"], launches["count_digits_kernel"], launches["radix_pass_kernel"]) == (1, 1, passes)
