@@ -4,6 +4,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from ._cpu cimport sl_feature, sl_index_input, sl_matrix, sl_rule, sl_state, sl_status
 from ._exchange cimport sl_boundaries, sl_buckets, sl_ids, sl_owners, sl_part, sl_range, sl_term
+from ._interaction cimport sl_interaction
 
 
 cdef extern from "api/sparselift_cuda.h" nogil:
@@ -111,3 +112,12 @@ cdef extern from "api/sparselift_cuda_exchange.h" nogil:
     int64_t sl_cuda_regroup_workspace_bytes(int64_t num_ranges, int64_t num_terms)
     sl_status sl_cuda_regroup(const sl_range* ranges, int64_t num_ranges, const sl_term* terms, int64_t num_terms, const sl_matrix* given,
                               const sl_matrix* results, int64_t batch, const sl_cuda_context* context)
+
+
+# Mirrors csrc/api/sparselift_cuda_interaction.h.
+cdef extern from "api/sparselift_cuda_interaction.h" nogil:
+    int64_t sl_cuda_interaction_workspace_bytes(const sl_interaction* shape)
+    sl_status sl_cuda_interaction_forward(const sl_interaction* shape, const sl_matrix* vectors, sl_matrix out,
+                                          const sl_cuda_context* context)
+    sl_status sl_cuda_interaction_backward(const sl_interaction* shape, const sl_matrix* vectors, sl_matrix grad,
+                                           const sl_matrix* vector_grads, const sl_cuda_context* context)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from sparselift.kernels.interaction import CudaInteraction, InteractionSpec
 from tests.simt.module import Simt
 
 LEAST = 0.95
@@ -45,3 +46,14 @@ def test_update(simt: Simt, dim: int, kind: str, coalesce: str, name: str) -> No
     assert traffic.load_bytes >= traffic.store_bytes
     assert traffic.load_efficiency >= LEAST
     assert traffic.store_efficiency >= LEAST
+
+
+def test_interaction(simt: Simt) -> None:
+    """Vectors and their gradients; the products, a column a lane, are no vector accesses."""
+    spec = InteractionSpec(27, 64)
+    vectors, grad = torch.randn(5, 27 * 64), torch.randn(5, spec.width)
+    kernel, found = CudaInteraction(spec, simt.backend()), torch.empty(5, 27 * 64)
+    forward = simt.traffic(lambda: kernel.forward([vectors], grad))
+    backward = simt.traffic(lambda: kernel.backward([vectors], grad, [found]))
+    assert forward.load_bytes == backward.load_bytes == backward.store_bytes == vectors.nbytes
+    assert forward.load_efficiency == backward.load_efficiency == backward.store_efficiency == 1

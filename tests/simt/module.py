@@ -33,7 +33,8 @@ OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidd
            "-DSPARSELIFT_SIMT", "-Icsrc")
 SOURCES = (*sorted(ROOT.glob("csrc/simt/*.cpp")), *sorted(ROOT.glob("csrc/cuda/*.cu")),
            ROOT / "csrc/api/status.cpp", ROOT / "tests/simt/control.cpp")
-CYTHON = tuple(ROOT / "sparselift/kernels" / name for name in ("_cuda.pyx", "_cuda_abi.pxd", "_cpu.pxd", "_exchange.pxd", "_status.pxd"))
+CYTHON = tuple(ROOT / "sparselift/kernels" / name
+               for name in ("_cuda.pyx", "_cuda_abi.pxd", "_cpu.pxd", "_exchange.pxd", "_interaction.pxd", "_status.pxd"))
 
 
 @dataclass(frozen=True, slots=True)
