@@ -17,7 +17,7 @@ from pathlib import Path
 from deadline import run_within
 
 ROOT = Path(__file__).parents[1]
-NAMESPACE = "sparselift::"                # kernels of ours; CUB's sort brings its own
+NAMESPACE = "sparselift::"                # kernels of ours, not the runtime's
 MODULE = "sparselift.kernels._cuda"
 DEFAULT_BLOCK_THREADS = 256
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -21,10 +20,7 @@ from pathlib import Path
 from cuda_binary import ROOT, Kernel, Toolkit, ToolMissing, read_kernels
 
 BUDGET = ROOT / "csrc" / "cuda" / "budget.csv"
-# A lane that has eight loads under way, a choice of the search, keeps as many bytes in flight with half the warps.
 MIN_FORWARD_OCCUPANCY_PERCENT = 50
-MIN_DEEP_FORWARD_OCCUPANCY_PERCENT = 25
-DEEP_FORWARD = re.compile(r"forward_kernel<.*, 8>")
 COLUMNS = ["nvcc", *(field.name for field in fields(Kernel))]
 
 
@@ -54,9 +50,8 @@ def rule_failures(kernels: Iterable[Kernel]) -> list[str]:
             failures.append(f"{where}: {kernel.local_accesses} loads and stores of local memory, where spilled registers go")
         if "forward" not in kernel.name:
             continue
-        least = MIN_DEEP_FORWARD_OCCUPANCY_PERCENT if DEEP_FORWARD.search(kernel.name) else MIN_FORWARD_OCCUPANCY_PERCENT
-        if kernel.occupancy_percent < least:
-            failures.append(f"{where}: occupancy of a forward kernel must be at least {least}%; "
+        if kernel.occupancy_percent < MIN_FORWARD_OCCUPANCY_PERCENT:
+            failures.append(f"{where}: occupancy of a forward kernel must be at least {MIN_FORWARD_OCCUPANCY_PERCENT}%; "
                             f"got {kernel.occupancy_percent}% with {kernel.registers} registers")
         if kernel.loads_128 == 0:
             failures.append(f"{where}: a forward kernel must load 128 bits at a time; it has no such load")

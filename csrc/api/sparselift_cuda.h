@@ -18,14 +18,18 @@ extern "C" {
 
 enum { SL_FLOAT32 = 0, SL_FLOAT16, SL_BFLOAT16, SL_NUM_DTYPES };
 enum { SL_CUDA_STATUS_BYTES = 64 };
+enum { SL_CUDA_MOST_DENSE_ROWS = 2048, SL_CUDA_MOST_DENSE_COLUMNS = 2048 };
 
 typedef struct sl_cuda_program sl_cuda_program;
 typedef struct sl_cuda_batch sl_cuda_batch;
 
+/* coalesce: SL_COALESCE_SORT, SL_COALESCE_DENSE (no sort; up to the rows and columns above), or SL_COALESCE_CHAIN: dense where every table
+ * of an update is small, so that it needs no sort at all. The bits are the same. */
 typedef struct {
     int64_t rows;
     int64_t dim;
     int32_t dtype;
+    int32_t coalesce;
 } sl_cuda_table;
 
 /* How kernels are laid out on the device. 0: what sl_cuda_default_shape says. Two choices change the order of sums: chunk_lookups in bags

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../api/sparselift_cuda.h"
+#include "sort.h"
 
 namespace sparselift::cuda {
 
@@ -81,14 +82,18 @@ struct ForwardFeature {
     float* out;
     int64_t out_stride;
     float* partials;           // (2 * cells, D) sums of pieces of long bags, see chunks.cuh; null where no bag can be long
-    int32_t* counts;           // (2 * cells,) ids that count in them
+    int32_t* counts;           // (2 * cells,) ids that count in them; where maxima are wanted, (2 * cells, D) lookups that they came from
     int32_t bags_per_group;
     int32_t reserved;
 };
 
+/// Features of one launch. They come as its arguments: an argument list holds 4 KiB.
+constexpr int kForwardFeatures = 31;
+
 struct ForwardArgs {
-    const ForwardFeature* features;
+    ForwardFeature features[kForwardFeatures];
     int32_t chunk;
+    uint32_t bag_blocks;       // blocks from here on have pieces of long bags
 };
 
 struct WeightGradArgs {
@@ -127,6 +132,24 @@ struct TableUpdate {
     int32_t dtype;
 };
 
+/// A small table whose lookups are not sorted, see dense.cuh.
+struct DenseTable {
+    int32_t table;
+    int32_t rows;
+    int32_t first_source;
+    int32_t num_sources;
+    int32_t shares_log2;       // warps that share a row
+    int32_t stride;            // floats of a row of sums: D, rounded up to four
+};
+
+struct DenseArgs {
+    const DenseTable* dense;
+    const Source* sources;
+    const TableUpdate* tables;
+    const Status* status;
+    int32_t chunk;
+};
+
 /// Lookups sorted by (table, row), and what it takes to sum the gradients of each row.
 struct RunArgs {
     const Source* sources;
@@ -146,6 +169,7 @@ struct RunArgs {
 };
 
 struct KeyArgs {
+    SortStart sort;
     const Source* sources;
     uint64_t* keys;
     uint32_t* positions;

@@ -34,9 +34,15 @@ __device__ inline int32_t bag_of(const Lookups& lookups, int32_t k) {
     return bounds.begin <= k && k < bounds.end ? low : -1;
 }
 
-/// Whether a lookup counts in the sum of its bag. Without pooling, padding gives its row like any other.
-__device__ inline bool counts(const Lookups& lookups, int32_t id) {
-    return id >= 0 && (id != lookups.padding || lookups.pooling == SL_NONE);
+/// The id that does not count in the sum of its bag, or -1. Without pooling, padding gives its row like any other.
+__device__ inline int32_t skipped_id(const Lookups& lookups) { return lookups.pooling == SL_NONE ? -1 : lookups.padding; }
+
+/// Lookups that count in the sum of their bag.
+__device__ inline int32_t count_of(const Lookups& lookups, Bounds bounds) {
+    const int32_t skipped = skipped_id(lookups);
+    int32_t counted = 0;
+    for (int32_t k = bounds.begin; k < bounds.end; ++k) counted += lookups.ids[k] >= 0 && lookups.ids[k] != skipped;
+    return counted;
 }
 
 }  // namespace sparselift::cuda

@@ -1,8 +1,8 @@
 // Table-batched bags: pooled[b, :] = sum of table[ids[k], :] over the lookups k of bag b, for every feature in one launch.
 //
-// Grid: blocks of bags in x, features in y. A group of 1 to 32 lanes owns a bag, as many lanes as a row has loads, so that narrow rows
+// Grid: blocks of bags, and behind them blocks of pieces of long bags, in x, features in y. A group of 1 to 32 lanes owns a bag, as many lanes as a row has loads, so that narrow rows
 // pack up to 32 bags into a warp. A lane owns columns, and keeps their sums in registers over the whole bag; it adds rows in id order
-// (the bits of torch), with kLoads loads under way. Bags longer than a chunk are left to the two kernels at the end.
+// (the bits of torch), with kLoads loads under way. Bags longer than a chunk are pooled by pieces, which the kernels at the end put together.
 #pragma once
 
 #include "bags.cuh"
@@ -11,32 +11,33 @@
 
 namespace sparselift::cuda {
 
-/// Columns that a lane sums at a time.
-template <typename Weight>
-constexpr int kForwardColumns = sizeof(Weight) == 4 ? 16 : 8;
+/// Columns that a lane sums at a time: fewer where eight loads are under way, so that both fit the registers of 1,024 threads.
+template <typename Weight, int kLoads>
+constexpr int kForwardColumns = sizeof(Weight) == 4 && kLoads <= 4 ? 16 : 8;
 
-/// The part of some rows that one lane has loaded: `factor` is 0 for what does not count.
+/// The part of some rows that one lane has loaded. Bit i of `counted`: row i counts.
 template <typename Weight, int kWidth, int kVectors, int kRows>
 struct Gathered {
     Packed<Weight, kWidth> rows[kRows][kVectors];
-    float factors[kRows];
-    int32_t counted;
+    uint32_t counted;
+
+    __device__ bool counts(int i) const { return (counted >> i & 1) != 0; }
 };
 
 /// Loads the rows of lookups [first, first + kRows) that are before `end`: first all ids, then all rows, so that their loads overlap.
+/// `column` is one of the row's.
 template <typename Weight, int kWidth, int kVectors, int kRows>
 __device__ inline Gathered<Weight, kWidth, kVectors, kRows> gather(const Lookups& lookups, const Weight* table, const Columns& columns,
                                                                    int32_t first, int32_t end, int32_t column) {
     Gathered<Weight, kWidth, kVectors, kRows> gathered;
     gathered.counted = 0;
+    const int32_t skipped = skipped_id(lookups);
     int32_t ids[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         ids[i] = first + i < end ? lookups.ids[first + i] : -1;
-        const bool is_counted = counts(lookups, ids[i]);
-        gathered.factors[i] = !is_counted ? 0.0f : lookups.weights ? lookups.weights[first + i] : 1.0f;
-        gathered.counted += is_counted;
-        if (!is_counted) ids[i] = -1;
+        if (ids[i] == skipped) ids[i] = -1;
+        gathered.counted |= static_cast<uint32_t>(ids[i] >= 0) << i;
     }
     const int32_t stripe = kWidth << columns.lanes_log2;
 #pragma unroll
@@ -45,17 +46,26 @@ __device__ inline Gathered<Weight, kWidth, kVectors, kRows> gather(const Lookups
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             const int32_t at = column + v * stripe;
-            gathered.rows[i][v] = ids[i] >= 0 && at < columns.dim ? load_packed<Weight, kWidth>(row + at) : no_elements<Weight, kWidth>();
+            gathered.rows[i][v] = ids[i] >= 0 && (v == 0 || at < columns.dim) ? load_packed<Weight, kWidth>(row + at) : no_elements<Weight, kWidth>();
         }
     }
     return gathered;
 }
 
-/// sum + factor * row: with one rounding, or with two where a feature has weights and padding, as torch does. A row that does not count
-/// adds 0 * 0, which changes nothing: sums start at +0 and never become -0.
+/// sum + row. A row that does not count is zeros, which change nothing: sums start at +0 and never become -0.
 template <typename Weight, int kWidth, int kVectors>
-__device__ inline void add_row(Values<kWidth> (&sums)[kVectors], const Packed<Weight, kWidth> (&row)[kVectors], float factor,
-                               bool is_rounded) {
+__device__ inline void add_row(Values<kWidth> (&sums)[kVectors], const Packed<Weight, kWidth> (&row)[kVectors]) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sums[v].v[i] = sums[v].v[i] + row[v].value(i);
+    }
+}
+
+/// sum + factor * row: with one rounding, or with two where a feature has weights and padding, as torch does.
+template <typename Weight, int kWidth, int kVectors>
+__device__ inline void add_weighted_row(Values<kWidth> (&sums)[kVectors], const Packed<Weight, kWidth> (&row)[kVectors], float factor,
+                                        bool is_rounded) {
     const float outer = is_rounded ? 1.0f : factor;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -67,34 +77,46 @@ __device__ inline void add_row(Values<kWidth> (&sums)[kVectors], const Packed<We
     }
 }
 
+/// Adds the lookups of a bag or a piece of one. Weights take registers, too: eight loads under way are four with weights.
 template <typename Weight, int kWidth, int kVectors, int kLoads>
-__device__ inline int32_t add_lookups(Values<kWidth> (&sums)[kVectors], const Lookups& lookups, const Weight* table,
-                                      const Columns& columns, Bounds bounds, int32_t column) {
-    constexpr int kRows = kLoads / kVectors;
-    const bool is_rounded = lookups.weights && lookups.padding >= 0;
-    int32_t counted = 0;
+__device__ inline void add_lookups(Values<kWidth> (&sums)[kVectors], const Lookups& lookups, const Weight* table, const Columns& columns,
+                                   Bounds bounds, int32_t column) {
+    if (!lookups.weights) {
+        constexpr int kRows = kLoads / kVectors;
+        for (int32_t k = bounds.begin; k < bounds.end; k += kRows) {
+            const auto gathered = gather<Weight, kWidth, kVectors, kRows>(lookups, table, columns, k, bounds.end, column);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) add_row(sums, gathered.rows[i]);
+        }
+        return;
+    }
+    constexpr int kRows = 4 / kVectors;
     for (int32_t k = bounds.begin; k < bounds.end; k += kRows) {
         const auto gathered = gather<Weight, kWidth, kVectors, kRows>(lookups, table, columns, k, bounds.end, column);
-        counted += gathered.counted;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) add_row(sums, gathered.rows[i], gathered.factors[i], is_rounded);
+        for (int i = 0; i < kRows; ++i) {
+            if (gathered.counts(i)) add_weighted_row(sums, gathered.rows[i], lookups.weights[k + i], lookups.padding >= 0);
+        }
     }
-    return counted;
+}
+
+/// What the sum of a bag is divided by: read once more, where means are wanted, rather than counted along.
+__device__ inline int32_t divisor_of(const Lookups& lookups, Bounds bounds) {
+    return lookups.pooling == SL_MEAN ? count_of(lookups, bounds) : 1;
 }
 
 template <int kWidth, int kVectors>
 __device__ inline void store_bag(const ForwardFeature& feature, int32_t bag, int32_t column, Values<kWidth> (&sums)[kVectors],
-                                 int32_t counted) {
-    const bool is_divided = feature.lookups.pooling == SL_MEAN && counted > 1;
+                                 int32_t divisor) {
     float* out = feature.out + bag * feature.out_stride;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-        const int32_t at = column + v * (kWidth << feature.columns.lanes_log2);
-        if (is_divided) {
+        const int32_t stripe = kWidth << feature.columns.lanes_log2, at = column + v * stripe;
+        if (divisor > 1) {
 #pragma unroll
-            for (int i = 0; i < kWidth; ++i) sums[v].v[i] = sums[v].v[i] / static_cast<float>(counted);
+            for (int i = 0; i < kWidth; ++i) sums[v].v[i] = sums[v].v[i] / static_cast<float>(divisor);
         }
-        if (at < feature.columns.dim) store_floats<kWidth>(out + at, sums[v], feature.columns.vector_floats);
+        if (at < feature.columns.dim) store_columns<kWidth>(out, at, stripe, feature.columns.dim, sums[v], feature.columns.vector_floats);
     }
 }
 
@@ -115,8 +137,8 @@ __device__ inline void pool_bags(const ForwardFeature& feature, int32_t first, i
         for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * (kWidth << columns.lanes_log2)) {
             Values<kWidth> sums[kVectors];
             clear(sums);
-            const int32_t counted = add_lookups<Weight, kWidth, kVectors, kLoads>(sums, feature.lookups, table, columns, bounds, column);
-            store_bag(feature, bag, column, sums, counted);
+            add_lookups<Weight, kWidth, kVectors, kLoads>(sums, feature.lookups, table, columns, bounds, column);
+            store_bag(feature, bag, column, sums, divisor_of(feature.lookups, bounds));
         }
     }
 }
@@ -127,95 +149,21 @@ __device__ inline void copy_rows(const ForwardFeature& feature, int32_t first, i
     constexpr int kRows = kLoads / kVectors;
     const auto* table = static_cast<const Weight*>(feature.table);
     const Columns& columns = feature.columns;
-    const bool is_rounded = feature.lookups.weights && feature.lookups.padding >= 0;
+    const Lookups& lookups = feature.lookups;
     for (int32_t bag = first; bag < last; bag += kRows) {
         for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * (kWidth << columns.lanes_log2)) {
-            const auto gathered = gather<Weight, kWidth, kVectors, kRows>(feature.lookups, table, columns, bag, last, column);
+            const auto gathered = gather<Weight, kWidth, kVectors, kRows>(lookups, table, columns, bag, last, column);
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 if (bag + i >= last) break;
                 Values<kWidth> sums[kVectors];
                 clear(sums);
-                add_row(sums, gathered.rows[i], gathered.factors[i], is_rounded);
+                if (!lookups.weights) add_row(sums, gathered.rows[i]);
+                else if (gathered.counts(i)) add_weighted_row(sums, gathered.rows[i], lookups.weights[bag + i], lookups.padding >= 0);
                 store_bag(feature, bag + i, column, sums, 1);
             }
         }
     }
-}
-
-/// The larger of each element, and the lookup that it came from; the first of equal ones, and a NaN only where nothing came before it.
-template <typename Weight, int kWidth, int kVectors>
-__device__ inline void take_larger(Values<kWidth> (&best)[kVectors], int32_t (&from)[kVectors][kWidth],
-                                   const Packed<Weight, kWidth> (&row)[kVectors], int32_t k) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-            const float value = row[v].value(i);
-            const bool is_better = from[v][i] < 0 || value > best[v].v[i];
-            best[v].v[i] = is_better ? value : best[v].v[i];
-            from[v][i] = is_better ? k : from[v][i];
-        }
-    }
-}
-
-constexpr int kMaxima = 8;      // columns a lane: each has a position beside its value
-
-/// Maxima of bags, and where they came from. Grid: as bag_forward_kernel, a bag a group, however long. Bytes: 4 D a bag more.
-template <typename Weight>
-__global__ void __launch_bounds__(kMaxThreads) bag_max_kernel(ForwardArgs args) {
-    const ForwardFeature& feature = args.features[blockIdx.y];
-    const Columns& columns = feature.columns;
-    const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
-    const int64_t bag = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
-    if (bag >= feature.lookups.num_bags) return;
-    const Bounds bounds = bounds_of(feature.lookups, static_cast<int32_t>(bag));
-    visit_columns<Weight, kMaxima>(columns, [&](auto width, auto vectors) {
-        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value, kRows = 4 / kVectors;
-        const int32_t stripe = kWidth << columns.lanes_log2;
-        for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * stripe) {
-            Values<kWidth> best[kVectors];
-            int32_t from[kVectors][kWidth];
-            clear(best);
-            for (auto& part : from) {
-                for (int32_t& position : part) position = -1;
-            }
-            for (int32_t k = bounds.begin; k < bounds.end; k += kRows) {
-                const auto gathered = gather<Weight, kWidth, kVectors, kRows>(feature.lookups, static_cast<const Weight*>(feature.table), columns,
-                                                                              k, bounds.end, column);
-#pragma unroll
-                for (int i = 0; i < kRows; ++i) {
-                    if (gathered.factors[i] != 0.0f) take_larger(best, from, gathered.rows[i], k + i);
-                }
-            }
-            store_bag(feature, static_cast<int32_t>(bag), column, best, 1);
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                const int32_t at = column + v * stripe;
-                if (at >= columns.dim) continue;
-#pragma unroll
-                for (int i = 0; i < kWidth; ++i) feature.lookups.maxima[bag * columns.dim + at + i] = from[v][i];
-            }
-        }
-    });
-}
-
-/// Bytes: K rows read (those that caches hold, less), 4 K of ids, 4 D a bag written.
-template <typename Weight, int kLoads>
-__global__ void __launch_bounds__(kMaxThreads, kLoads > 4 ? 1 : 2) bag_forward_kernel(ForwardArgs args) {
-    const ForwardFeature& feature = args.features[blockIdx.y];
-    const int32_t lane = threadIdx.x & ((1 << feature.columns.lanes_log2) - 1);
-    const int64_t group = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> feature.columns.lanes_log2;
-    const int64_t first = group * feature.bags_per_group;
-    if (first >= feature.lookups.num_bags) return;
-    const int64_t end = first + feature.bags_per_group;
-    const auto last = static_cast<int32_t>(end < feature.lookups.num_bags ? end : feature.lookups.num_bags);
-    const bool has_one_each = !feature.lookups.offsets && feature.lookups.length == 1;
-    visit_columns<Weight, kForwardColumns<Weight>>(feature.columns, [&](auto width, auto vectors) {
-        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
-        if (has_one_each) copy_rows<Weight, kWidth, kVectors, kLoads>(feature, static_cast<int32_t>(first), last, lane);
-        else pool_bags<Weight, kWidth, kVectors, kLoads>(feature, static_cast<int32_t>(first), last, lane, args.chunk);
-    });
 }
 
 /// The piece of a long bag that begins in a cell, see chunks.cuh. `bag` is -1 where none does.
@@ -240,63 +188,227 @@ __device__ inline Piece piece_of(const Lookups& lookups, int64_t cell, bool is_f
     return {bag, bounds, static_cast<int32_t>(begin)};
 }
 
-/// Sums of the pieces of long bags. Grid: two groups of lanes a cell in x, features in y.
-template <typename Weight, int kLoads>
-__global__ void __launch_bounds__(kMaxThreads, kLoads > 4 ? 1 : 2) long_bag_pieces_kernel(ForwardArgs args) {
+__device__ inline int32_t piece_end(const Piece& piece, int32_t chunk) {
+    return piece.bag_bounds.end - piece.begin > chunk ? piece.begin + chunk : piece.bag_bounds.end;
+}
+
+/// What a piece of a long bag comes to, for the kernel that adds the pieces up.
+template <int kWidth, int kVectors>
+__device__ inline void store_partial(const ForwardFeature& feature, int64_t slot, int32_t column, const Values<kWidth> (&values)[kVectors]) {
+    const Columns& columns = feature.columns;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+        const int32_t stripe = kWidth << columns.lanes_log2, at = column + v * stripe;
+        if (at < columns.dim)
+            store_columns<kWidth>(feature.partials + slot * columns.dim, at, stripe, columns.dim, values[v], columns.vector_loads);
+    }
+}
+
+/// The group of lanes of a thread, among those of blocks from `first_block` on.
+__device__ inline int64_t group_number(const Columns& columns, uint32_t first_block) {
+    return (static_cast<int64_t>(blockIdx.x - first_block) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
+}
+
+constexpr int kMaxima = 8;      // columns a lane: each has a position beside its value
+
+/// The maxima of one lane's columns, and where they came from: -1 where nothing did.
+template <int kWidth, int kVectors>
+struct Maxima {
+    Values<kWidth> best[kVectors];
+    int32_t from[kVectors][kWidth];
+
+    __device__ Maxima() {
+        clear(best);
+#pragma unroll
+        for (auto& part : from) {
+#pragma unroll
+            for (int32_t& position : part) position = -1;
+        }
+    }
+
+    /// The larger of each element; the first of equal ones, and a NaN only where nothing came before it, here or (`is_later`) elsewhere.
+    __device__ void take(int v, int i, float value, int32_t position, bool is_later) {
+        const bool is_first = from[v][i] < 0 && (!is_later || value == value);
+        const bool is_better = is_first || value > best[v].v[i];
+        best[v].v[i] = is_better ? value : best[v].v[i];
+        from[v][i] = is_better ? position : from[v][i];
+    }
+
+    template <typename Weight>
+    __device__ void take_lookups(const ForwardFeature& feature, Bounds bounds, int32_t column, bool is_later) {
+        constexpr int kRows = 4 / kVectors;
+        for (int32_t k = bounds.begin; k < bounds.end; k += kRows) {
+            const auto gathered = gather<Weight, kWidth, kVectors, kRows>(feature.lookups, static_cast<const Weight*>(feature.table),
+                                                                          feature.columns, k, bounds.end, column);
+#pragma unroll
+            for (int row = 0; row < kRows; ++row) {
+                if (!gathered.counts(row)) continue;
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+                    for (int i = 0; i < kWidth; ++i) take(v, i, gathered.rows[row][v].value(i), k + row, is_later);
+                }
+            }
+        }
+    }
+
+    /// Where they came from, as (., D) positions of which `to` is a row.
+    __device__ void store_positions(const Columns& columns, int32_t column, int32_t* to) const {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            const int32_t at = column + v * (kWidth << columns.lanes_log2);
+            if (at >= columns.dim) continue;
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) to[at + i] = from[v][i];
+        }
+    }
+};
+
+/// The same for maxima.
+template <typename Weight>
+__device__ inline void find_maxima_of_piece(const ForwardFeature& feature, int64_t slot, int32_t lane, int32_t chunk) {
+    const Columns& columns = feature.columns;
+    const Piece piece = piece_of(feature.lookups, slot / 2, slot % 2 != 0, chunk);
+    if (piece.bag < 0) return;
+    visit_columns<Weight, kMaxima>(columns, [&](auto width, auto vectors) {
+        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
+        for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * (kWidth << columns.lanes_log2)) {
+            Maxima<kWidth, kVectors> maxima;
+            maxima.template take_lookups<Weight>(feature, {piece.begin, piece_end(piece, chunk)}, column, piece.begin != piece.bag_bounds.begin);
+            maxima.store_positions(columns, column, feature.counts + slot * columns.dim);
+            store_partial(feature, slot, column, maxima.best);
+        }
+    });
+}
+
+/// Maxima of bags, and where they came from. Grid: as bag_forward_kernel. Bytes: 4 D a bag more.
+template <typename Weight>
+__global__ void __launch_bounds__(kMaxThreads, 2) bag_max_kernel(const __grid_constant__ ForwardArgs args) {
     const ForwardFeature& feature = args.features[blockIdx.y];
     const Columns& columns = feature.columns;
     const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
-    const int64_t slot = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
-    const Piece piece = piece_of(feature.lookups, slot / 2, slot % 2 != 0, args.chunk);
+    if (blockIdx.x >= args.bag_blocks) return find_maxima_of_piece<Weight>(feature, group_number(columns, args.bag_blocks), lane, args.chunk);
+    const int64_t bag = group_number(columns, 0);
+    if (bag >= feature.lookups.num_bags) return;
+    const Bounds bounds = bounds_of(feature.lookups, static_cast<int32_t>(bag));
+    if (bounds.count() > args.chunk) return;
+    visit_columns<Weight, kMaxima>(columns, [&](auto width, auto vectors) {
+        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
+        for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * (kWidth << columns.lanes_log2)) {
+            Maxima<kWidth, kVectors> maxima;
+            maxima.template take_lookups<Weight>(feature, bounds, column, false);
+            store_bag(feature, static_cast<int32_t>(bag), column, maxima.best, 1);
+            maxima.store_positions(columns, column, feature.lookups.maxima + bag * columns.dim);
+        }
+    });
+}
+
+/// The sum of the piece that begins in a slot, see chunks.cuh; two slots a cell. Nothing where none does.
+template <typename Weight, int kLoads>
+__device__ inline void pool_piece(const ForwardFeature& feature, int64_t slot, int32_t lane, int32_t chunk) {
+    const Columns& columns = feature.columns;
+    const Piece piece = piece_of(feature.lookups, slot / 2, slot % 2 != 0, chunk);
     if (piece.bag < 0) return;
-    const int32_t piece_end = piece.begin + args.chunk < piece.bag_bounds.end ? piece.begin + args.chunk : piece.bag_bounds.end;
-    visit_columns<Weight, kForwardColumns<Weight>>(columns, [&](auto width, auto vectors) {
+    const Bounds bounds{piece.begin, piece_end(piece, chunk)};
+    visit_columns<Weight, kForwardColumns<Weight, kLoads>>(columns, [&](auto width, auto vectors) {
         constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
         const int32_t stripe = kWidth << columns.lanes_log2;
         for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * stripe) {
             Values<kWidth> sums[kVectors];
             clear(sums);
-            const int32_t counted = add_lookups<Weight, kWidth, kVectors, kLoads>(
-                sums, feature.lookups, static_cast<const Weight*>(feature.table), columns, {piece.begin, piece_end}, column);
-            if (column == 0) feature.counts[slot] = counted;
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                const int32_t at = column + v * stripe;
-                if (at < columns.dim) store_floats<kWidth>(feature.partials + slot * columns.dim + at, sums[v], columns.vector_loads);
-            }
+            add_lookups<Weight, kWidth, kVectors, kLoads>(sums, feature.lookups, static_cast<const Weight*>(feature.table), columns, bounds, column);
+            if (column == 0) feature.counts[slot] = divisor_of(feature.lookups, bounds);
+            store_partial(feature, slot, column, sums);
         }
+    });
+}
+
+/// Bytes: K rows read (those that caches hold, less), 4 K of ids, 4 D a bag written.
+template <typename Weight, int kLoads>
+__global__ void __launch_bounds__(kMaxThreads, 2) bag_forward_kernel(const __grid_constant__ ForwardArgs args) {
+    const ForwardFeature& feature = args.features[blockIdx.y];
+    const int32_t lane = threadIdx.x & ((1 << feature.columns.lanes_log2) - 1);
+    if (blockIdx.x >= args.bag_blocks) return pool_piece<Weight, kLoads>(feature, group_number(feature.columns, args.bag_blocks), lane, args.chunk);
+    const int64_t first = group_number(feature.columns, 0) * feature.bags_per_group;
+    if (first >= feature.lookups.num_bags) return;
+    const int64_t end = first + feature.bags_per_group;
+    const auto last = static_cast<int32_t>(end < feature.lookups.num_bags ? end : feature.lookups.num_bags);
+    const bool has_one_each = !feature.lookups.offsets && feature.lookups.length == 1;
+    visit_columns<Weight, kForwardColumns<Weight, kLoads>>(feature.columns, [&](auto width, auto vectors) {
+        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
+        if (has_one_each) copy_rows<Weight, kWidth, kVectors, 4>(feature, static_cast<int32_t>(first), last, lane);
+        else pool_bags<Weight, kWidth, kVectors, kLoads>(feature, static_cast<int32_t>(first), last, lane, args.chunk);
     });
 }
 
 /// Adds up the pieces of each long bag, in order. Grid: a group of lanes a cell in x, features in y.
 template <typename Weight>
-__global__ void __launch_bounds__(kMaxThreads, 2) long_bags_kernel(ForwardArgs args) {
+__global__ void __launch_bounds__(kMaxThreads, 2) long_bags_kernel(const __grid_constant__ ForwardArgs args) {
     const ForwardFeature& feature = args.features[blockIdx.y];
     const Columns& columns = feature.columns;
     const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
-    const int64_t cell = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> columns.lanes_log2;
+    const int64_t cell = group_number(columns, 0);
     const Piece piece = piece_of(feature.lookups, cell, true, args.chunk);
     if (piece.bag < 0) return;
-    visit_columns<Weight, kForwardColumns<Weight>>(columns, [&](auto width, auto vectors) {
+    visit_columns<Weight, kForwardColumns<Weight, 4>>(columns, [&](auto width, auto vectors) {
         constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
         const int32_t stripe = kWidth << columns.lanes_log2;
         for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * stripe) {
             Values<kWidth> sums[kVectors];
             clear(sums);
-            int32_t counted = 0;
+            int32_t divisor = 0;
             for (int64_t begin = piece.begin; begin < piece.bag_bounds.end; begin += args.chunk) {
                 const int64_t slot = slot_of(static_cast<int32_t>(begin), begin == piece.begin, args.chunk);
-                counted += feature.counts[slot];
+                divisor += feature.counts[slot];
 #pragma unroll
                 for (int v = 0; v < kVectors; ++v) {
                     const int32_t at = column + v * stripe;
                     if (at >= columns.dim) continue;
-                    const auto part = load_floats<kWidth>(feature.partials + slot * columns.dim + at, columns.vector_loads);
+                    const auto part = load_columns<kWidth>(feature.partials + slot * columns.dim, at, stripe, columns.dim, columns.vector_loads);
 #pragma unroll
                     for (int i = 0; i < kWidth; ++i) sums[v].v[i] += part.v[i];
                 }
             }
-            store_bag(feature, piece.bag, column, sums, counted);
+            store_bag(feature, piece.bag, column, sums, feature.lookups.pooling == SL_MEAN ? divisor : 1);
+        }
+    });
+}
+
+/// The maxima of each long bag, from those of its pieces, in order. Grid: as long_bags_kernel.
+template <typename Weight>
+__global__ void __launch_bounds__(kMaxThreads, 2) long_maxima_kernel(const __grid_constant__ ForwardArgs args) {
+    const ForwardFeature& feature = args.features[blockIdx.y];
+    const Columns& columns = feature.columns;
+    const int32_t lane = threadIdx.x & ((1 << columns.lanes_log2) - 1);
+    const int64_t cell = group_number(columns, 0);
+    const Piece piece = piece_of(feature.lookups, cell, true, args.chunk);
+    if (piece.bag < 0) return;
+    visit_columns<Weight, kMaxima>(columns, [&](auto width, auto vectors) {
+        constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
+        const int32_t stripe = kWidth << columns.lanes_log2;
+        for (int32_t column = lane * kWidth; column < columns.dim; column += kVectors * stripe) {
+            Maxima<kWidth, kVectors> maxima;
+            for (int64_t begin = piece.begin; begin < piece.bag_bounds.end; begin += args.chunk) {
+                const int64_t slot = slot_of(static_cast<int32_t>(begin), begin == piece.begin, args.chunk);
+                if (begin != piece.begin && maxima.from[0][0] < 0) {       // padding so far: a NaN that comes now is a maximum
+                    const Piece now{piece.bag, piece.bag_bounds, static_cast<int32_t>(begin)};
+                    maxima.template take_lookups<Weight>(feature, {now.begin, piece_end(now, args.chunk)}, column, false);
+                    continue;
+                }
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+                    const int32_t at = column + v * stripe;
+                    if (at >= columns.dim) continue;
+                    const auto part = load_columns<kWidth>(feature.partials + slot * columns.dim, at, stripe, columns.dim, columns.vector_loads);
+#pragma unroll
+                    for (int i = 0; i < kWidth; ++i) {
+                        const int32_t position = feature.counts[slot * columns.dim + at + i];
+                        if (position >= 0) maxima.take(v, i, part.v[i], position, begin != piece.begin);
+                    }
+                }
+            }
+            store_bag(feature, piece.bag, column, maxima.best, 1);
+            maxima.store_positions(columns, column, feature.lookups.maxima + static_cast<int64_t>(piece.bag) * columns.dim);
         }
     });
 }

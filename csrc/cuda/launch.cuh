@@ -41,13 +41,14 @@ struct Parameter {
 template <auto kKernel, typename... Parameters>
 sl_status launch(void (*)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                  typename Parameter<Parameters>::type... arguments) {
-    static_assert((sizeof(Parameters) + ... + 0) <= 4096, "a kernel takes at most 4 KiB of arguments");
+    static_assert((sizeof(Parameters) + ... + 0) <= 32764, "a kernel takes at most 32,764 bytes of arguments");
     if (shape.shared_bytes > kDefaultSharedBytes) {
         const cudaError_t error =
             cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
         if (error != cudaSuccess) return check_launch(error, kernel_name<kKernel>(), shape);
     }
 #ifdef SPARSELIFT_SIMT
+    simt::note_launch(kernel_name<kKernel>());
     const auto body = [&] { kKernel(arguments...); };
     const cudaError_t error = simt::run_grid(
         shape.grid, shape.block, shape.shared_bytes, [](const void* closure) { (*static_cast<const decltype(body)*>(closure))(); }, &body);

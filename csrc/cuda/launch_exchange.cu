@@ -33,7 +33,7 @@ Space lay_out(Layout& layout, int64_t count) {
     space.sorted_keys = layout.take<uint64_t>(count);
     space.positions = layout.take<uint32_t>(count);
     space.sorted_positions = layout.take<uint32_t>(count);
-    space.sort_bytes = count > 0 ? static_cast<int64_t>(sort_workspace_bytes<uint64_t>(count)) : 0;
+    space.sort_bytes = count > 0 ? sort_workspace_bytes(count) : 0;
     space.sort = layout.take<char>(space.sort_bytes);
     space.ranks = lay_out_ranks(layout, count);
     return space;
@@ -50,7 +50,7 @@ sl_status sort_ids(const sl_ids& ids, int64_t divisor, bool modulo, uint64_t unu
     const IdKeyArgs args{ids.data, static_cast<int32_t>(ids.are_64), static_cast<int32_t>(ids.count), ids.rows, divisor, modulo, unused,
                          space.keys, space.positions};
     SL_TRY(launch<&id_keys_kernel>(blocks_for(ids.count), kThreads, 0, stream, args));
-    const SortPairs<uint64_t> pairs{space.keys, space.sorted_keys, space.positions, space.sorted_positions, ids.count, std::max(bits_of(unused), 1)};
+    const SortPairs pairs{space.keys, space.sorted_keys, space.positions, space.sorted_positions, ids.count, std::max(bits_of(unused), 1)};
     return sort(pairs, space.sort, space.sort_bytes, stream);
 }
 

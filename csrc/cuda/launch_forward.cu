@@ -18,7 +18,6 @@ int32_t bags_per_group(const sl_cuda_shape& shape, const Lookups& lookups) {
 
 /// Cells for the pieces of long bags, none where no bag can be long.
 int64_t cells_of(const Lookups& lookups, int32_t chunk) {
-    if (lookups.pooling == SL_MAX) return 0;
     const int64_t longest = lookups.offsets ? lookups.count : lookups.length;
     return longest > chunk ? num_cells(lookups.count, chunk) : 0;
 }
@@ -36,7 +35,7 @@ struct ForwardPlan {
 };
 
 /// Lays out the workspace. Pointers into it are null where the layout only counts.
-ForwardPlan plan_forward(const sl_cuda_program& program, const sl_cuda_batch& batch, Layout& layout, ForwardFeature*& described) {
+ForwardPlan plan_forward(const sl_cuda_program& program, const sl_cuda_batch& batch, Layout& layout) {
     ForwardPlan plan;
     for (int kind = 0; kind < kKinds; ++kind) {
         plan.first_of_kind[kind] = static_cast<int64_t>(plan.features.size());
@@ -50,21 +49,20 @@ ForwardPlan plan_forward(const sl_cuda_program& program, const sl_cuda_batch& ba
             const int64_t cells = cells_of(lookups, program.shape.chunk_lookups);
             if (cells > 0) {
                 feature.partials = layout.take<float>(2 * cells * table.dim);
-                feature.counts = layout.take<int32_t>(2 * cells);
+                feature.counts = layout.take<int32_t>(2 * cells * (lookups.pooling == SL_MAX ? table.dim : 1));
             }
             plan.features.push_back(feature);
             plan.numbers.push_back(f);
         }
     }
     plan.first_of_kind[kKinds] = static_cast<int64_t>(plan.features.size());
-    described = layout.take<ForwardFeature>(static_cast<int64_t>(plan.features.size()));
     return plan;
 }
 
 /// Columns that a lane takes at a time.
-int most_columns(int32_t dtype, int32_t pooling) {
+int most_columns(const sl_cuda_shape& shape, int32_t dtype, int32_t pooling) {
     if (pooling == SL_MAX) return kMaxima;
-    return dtype == SL_FLOAT32 ? kForwardColumns<float> : kForwardColumns<__half>;
+    return dtype == SL_FLOAT32 && shape.loads_in_flight == 4 ? kForwardColumns<float, 4> : kForwardColumns<__half, 8>;
 }
 
 int64_t groups_per_block(const sl_cuda_shape& shape, const Columns& columns) { return shape.block_threads >> columns.lanes_log2; }
@@ -74,40 +72,44 @@ struct ForwardBlocks {
     int64_t bags = 0, pieces = 0, long_bags = 0;
 };
 
-template <typename Weight, int kLoads>
-sl_status launch_forward(const ForwardArgs& args, const ForwardBlocks& blocks, int64_t num_features, unsigned block, cudaStream_t stream) {
-    const auto features = static_cast<unsigned>(num_features);
-    SL_TRY((launch<&bag_forward_kernel<Weight, kLoads>>(dim3(static_cast<unsigned>(blocks.bags), features), block, 0, stream, args)));
+/// Bags and pieces of long ones, then the long ones.
+template <auto kBags, auto kLongBags>
+sl_status launch_bags(const ForwardArgs& args, const ForwardBlocks& blocks, unsigned features, unsigned block, cudaStream_t stream) {
+    SL_TRY(launch<kBags>(dim3(static_cast<unsigned>(blocks.bags + blocks.pieces), features), block, 0, stream, args));
     if (blocks.pieces == 0) return SL_OK;
-    SL_TRY((launch<&long_bag_pieces_kernel<Weight, kLoads>>(dim3(static_cast<unsigned>(blocks.pieces), features), block, 0, stream, args)));
-    return launch<&long_bags_kernel<Weight>>(dim3(static_cast<unsigned>(blocks.long_bags), features), block, 0, stream, args);
+    return launch<kLongBags>(dim3(static_cast<unsigned>(blocks.long_bags), features), block, 0, stream, args);
 }
 
-/// The features of one kind.
-sl_status launch_kind(const sl_cuda_program& program, const ForwardPlan& plan, int kind, const ForwardFeature* described,
-                      cudaStream_t stream) {
-    const int64_t first = plan.first_of_kind[kind], last = plan.first_of_kind[kind + 1];
-    if (first == last) return SL_OK;
+/// Features [first, last) of a plan, which are of one kind.
+sl_status launch_features(const sl_cuda_program& program, const ForwardPlan& plan, int kind, int64_t first, int64_t last, cudaStream_t stream) {
+    ForwardArgs args{};
+    args.chunk = program.shape.chunk_lookups;
     ForwardBlocks blocks;
     for (int64_t i = first; i < last; ++i) {
-        const ForwardFeature& feature = plan.features[static_cast<size_t>(i)];
+        const ForwardFeature& feature = args.features[i - first] = plan.features[static_cast<size_t>(i)];
         const int64_t groups = groups_per_block(program.shape, feature.columns);
         const int64_t cells = cells_of(feature.lookups, program.shape.chunk_lookups);
         blocks.bags = std::max(blocks.bags, divide_up(divide_up(feature.lookups.num_bags, feature.bags_per_group), groups));
         blocks.pieces = std::max(blocks.pieces, divide_up(2 * cells, groups));
         blocks.long_bags = std::max(blocks.long_bags, divide_up(cells, groups));
     }
-    const ForwardArgs args{described + first, program.shape.chunk_lookups};
-    const auto block = static_cast<unsigned>(program.shape.block_threads);
+    args.bag_blocks = static_cast<uint32_t>(blocks.bags);
+    const auto count = static_cast<unsigned>(last - first), block = static_cast<unsigned>(program.shape.block_threads);
     return visit_dtype(kind / 2, [&](auto element) {
         using Weight = decltype(element);
-        if (kind % 2 == 1) {
-            const dim3 grid(static_cast<unsigned>(blocks.bags), static_cast<unsigned>(last - first));
-            return launch<&bag_max_kernel<Weight>>(grid, block, 0, stream, args);
-        }
-        return program.shape.loads_in_flight == 8 ? launch_forward<Weight, 8>(args, blocks, last - first, block, stream)
-                                                  : launch_forward<Weight, 4>(args, blocks, last - first, block, stream);
+        if (kind % 2 == 1) return launch_bags<&bag_max_kernel<Weight>, &long_maxima_kernel<Weight>>(args, blocks, count, block, stream);
+        if (program.shape.loads_in_flight == 8)
+            return launch_bags<&bag_forward_kernel<Weight, 8>, &long_bags_kernel<Weight>>(args, blocks, count, block, stream);
+        return launch_bags<&bag_forward_kernel<Weight, 4>, &long_bags_kernel<Weight>>(args, blocks, count, block, stream);
     });
+}
+
+/// The features of one kind, as many a launch as its arguments hold.
+sl_status launch_kind(const sl_cuda_program& program, const ForwardPlan& plan, int kind, cudaStream_t stream) {
+    const int64_t end = plan.first_of_kind[kind + 1];
+    for (int64_t first = plan.first_of_kind[kind]; first < end; first += kForwardFeatures)
+        SL_TRY(launch_features(program, plan, kind, first, std::min(first + kForwardFeatures, end), stream));
+    return SL_OK;
 }
 
 }  // namespace
@@ -118,8 +120,7 @@ using namespace sparselift::cuda;
 
 extern "C" int64_t sl_cuda_forward_workspace_bytes(const sl_cuda_program* program, const sl_cuda_batch* batch) {
     Layout layout(nullptr);
-    ForwardFeature* described = nullptr;
-    plan_forward(*program, *batch, layout, described);
+    plan_forward(*program, *batch, layout);
     return layout.used();
 }
 
@@ -127,9 +128,7 @@ extern "C" sl_status sl_cuda_forward(const sl_cuda_program* program, const sl_cu
                                      const sl_matrix* outputs, const sl_cuda_context* context) {
     return guarded([&]() -> sl_status {
         Layout layout(context->workspace);
-        ForwardFeature* described = nullptr;
-        ForwardPlan plan = plan_forward(*program, *batch, layout, described);
-        if (plan.features.empty()) return SL_OK;
+        ForwardPlan plan = plan_forward(*program, *batch, layout);
         SL_TRY(check_workspace(*context, layout.used()));
         for (size_t i = 0; i < plan.features.size(); ++i) {
             ForwardFeature& feature = plan.features[i];
@@ -141,10 +140,9 @@ extern "C" sl_status sl_cuda_forward(const sl_cuda_program* program, const sl_cu
             feature.out_stride = out.row_stride;
             const bool in_vectors = program->shape.vector_bytes == 16 && are_in_vectors(tables[t].data, table.dim, table.dtype);
             feature.columns = columns_of(table.dim, table.dtype, in_vectors, are_in_fours(out.data, out.row_stride, table.dim),
-                                         most_columns(table.dtype, feature.lookups.pooling));
+                                         most_columns(program->shape, table.dtype, feature.lookups.pooling));
         }
-        SL_TRY(put(described, plan.features.data(), static_cast<int64_t>(plan.features.size() * sizeof(ForwardFeature)), stream_of(*context)));
-        for (int kind = 0; kind < kKinds; ++kind) SL_TRY(launch_kind(*program, plan, kind, described, stream_of(*context)));
+        for (int kind = 0; kind < kKinds; ++kind) SL_TRY(launch_kind(*program, plan, kind, stream_of(*context)));
         return SL_OK;
     });
 }

@@ -27,6 +27,15 @@ sl_status check_shape(const sl_cuda_shape& shape) {
     return SL_OK;
 }
 
+sl_status check_table(const sl_cuda_table& table, int64_t number) {
+    if (table.coalesce == SL_COALESCE_NONE)
+        return fail(SL_BAD_ARGUMENT, "table %lld: lookups of one row run at the same time, so its gradients are summed", static_cast<long long>(number));
+    if (table.coalesce == SL_COALESCE_DENSE && (table.rows > SL_CUDA_MOST_DENSE_ROWS || table.dim > SL_CUDA_MOST_DENSE_COLUMNS))
+        return fail(SL_BAD_ARGUMENT, "table %lld: dense sums take up to %d rows of %d columns; got %lld of %lld", static_cast<long long>(number),
+                    SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_MOST_DENSE_COLUMNS, static_cast<long long>(table.rows), static_cast<long long>(table.dim));
+    return SL_OK;
+}
+
 /// `given` with its zeros replaced.
 sl_cuda_shape complete(const sl_cuda_shape* given) {
     sl_cuda_shape shape = kDefaultShape;
@@ -55,15 +64,28 @@ Columns columns_of(int64_t dim, int32_t dtype, bool in_vectors, bool in_fours, i
     return columns;
 }
 
-sl_status put(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-    constexpr int64_t kPutBytes = kPutWords * 4;
-    for (int64_t at = 0; at < bytes; at += kPutBytes) {
-        const int64_t part = std::min(bytes - at, kPutBytes);
-        PutArgs args{};
-        args.to = reinterpret_cast<uint32_t*>(static_cast<char*>(to) + at);
-        args.count = static_cast<int32_t>(divide_up(part, 4));
-        std::memcpy(args.words, static_cast<const char*>(from) + at, static_cast<size_t>(part));
-        SL_TRY(launch<&put_kernel>(1, static_cast<unsigned>(divide_up(args.count, kWarp) * kWarp), 0, stream, args));
+namespace {
+
+template <int kWords>
+sl_status put_part(void* to, const void* from, int64_t bytes, cudaStream_t stream, Zeros zeros) {
+    PutArgs<kWords> args{};
+    args.to = static_cast<uint32_t*>(to);
+    args.count = static_cast<int32_t>(divide_up(bytes, 4));
+    args.zeros = zeros.at;
+    args.num_zeros = zeros.count;
+    if (bytes > 0) std::memcpy(args.words, from, static_cast<size_t>(bytes));
+    const int64_t threads = std::min(divide_up(std::max(args.count, args.num_zeros), kWarp) * kWarp, int64_t{kMaxThreads});
+    return launch<&put_kernel<kWords>>(1, static_cast<unsigned>(threads), 0, stream, args);
+}
+
+}  // namespace
+
+sl_status put(void* to, const void* from, int64_t bytes, cudaStream_t stream, Zeros zeros) {
+    constexpr int64_t kMostBytes = kMostPutWords * 4;
+    if (bytes <= kPutWords * 4 && (bytes > 0 || zeros.count > 0)) return put_part<kPutWords>(to, from, bytes, stream, zeros);
+    for (int64_t at = 0; at < bytes; at += kMostBytes) {
+        const int64_t part = std::min(bytes - at, kMostBytes);
+        SL_TRY(put_part<kMostPutWords>(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, part, stream, at == 0 ? zeros : Zeros{}));
     }
     return SL_OK;
 }
@@ -126,6 +148,7 @@ extern "C" sl_status sl_cuda_program_create(const sl_cuda_table* tables, int64_t
         created->features.assign(features, features + num_features);
         created->shape = complete(shape);
         SL_TRY(check_shape(created->shape));
+        for (int64_t t = 0; t < num_tables; ++t) SL_TRY(check_table(tables[t], t));
         *program = created.release();
         return SL_OK;
     });

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "../api/guarded.h"
@@ -61,8 +62,41 @@ inline bool are_in_vectors(const void* table, int64_t dim, int32_t dtype) {
 /// As many lanes as a row has loads, up to a warp; then as many loads a lane as are left, up to `max_columns`.
 Columns columns_of(int64_t dim, int32_t dtype, bool in_vectors, bool in_fours, int max_columns);
 
-/// Copies a table of structs to the device, in the order of the stream.
-sl_status put(void* to, const void* from, int64_t bytes, cudaStream_t stream);
+/// Words of device memory to be zeroed.
+struct Zeros {
+    uint32_t* at;
+    int32_t count;
+};
+
+/// Copies a table of structs to the device, and zeroes words there, in the order of the stream.
+sl_status put(void* to, const void* from, int64_t bytes, cudaStream_t stream, Zeros zeros = {});
+
+/// Tables of structs that go to the device together: they lie one after the other in a layout.
+class Parcel {
+  public:
+    explicit Parcel(Layout& layout) : layout_(layout), begin_(layout.used()) {}
+
+    /// Where the items will be.
+    template <typename T>
+    T* add(const std::vector<T>& items) {
+        const auto offset = static_cast<size_t>(layout_.used() - begin_);
+        T* at = layout_.take<T>(static_cast<int64_t>(items.size()));
+        if (offset == 0) to_ = at;
+        bytes_.resize(offset + items.size() * sizeof(T));
+        if (!items.empty()) std::memcpy(bytes_.data() + offset, items.data(), items.size() * sizeof(T));
+        return at;
+    }
+
+    sl_status send(cudaStream_t stream, Zeros zeros = {}) const {
+        return put(to_, bytes_.data(), static_cast<int64_t>(bytes_.size()), stream, zeros);
+    }
+
+  private:
+    Layout& layout_;
+    int64_t begin_;
+    void* to_ = nullptr;
+    std::vector<char> bytes_;
+};
 
 /// SL_OK, or SL_BAD_ARGUMENT where the workspace of a context is smaller than `needed`.
 sl_status check_workspace(const sl_cuda_context& context, int64_t needed);

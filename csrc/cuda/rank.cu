@@ -82,17 +82,4 @@ sl_status rank(const UsedLookups& flags, int64_t count, const RankSpace& space, 
     return rank_flagged(flags, count, space, total, stream);
 }
 
-int bits_of(uint64_t value) {
-    int bits = 0;
-    while (value >> bits != 0) ++bits;
-    return bits;
-}
-
-sl_status sort(const SortPairs<uint64_t>& pairs, void* workspace, int64_t workspace_bytes, cudaStream_t stream) {
-    const cudaError_t error = sort_pairs(pairs, workspace, static_cast<size_t>(workspace_bytes), stream);
-    if (error == cudaSuccess) return SL_OK;
-    return fail(SL_DEVICE_ERROR, "%s in the sort of %lld keys: %s", cudaGetErrorName(error), static_cast<long long>(pairs.count),
-                cudaGetErrorString(error));
-}
-
 }  // namespace sparselift::cuda

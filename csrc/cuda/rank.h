@@ -1,9 +1,8 @@
-// Ranks of flagged positions, and the sort with an error text: what launches of several files share.
+// Ranks of flagged positions, for launches of several files.
 #pragma once
 
 #include "flags.cuh"
 #include "program.h"
-#include "sort.h"
 
 namespace sparselift::cuda {
 
@@ -18,9 +17,5 @@ RankSpace lay_out_ranks(Layout& layout, int64_t count);
 /// Ranks of the flagged among `count` positions, and how many are flagged into `total`, device.
 sl_status rank(const RunHeads& flags, int64_t count, const RankSpace& space, int64_t* total, cudaStream_t stream);
 sl_status rank(const UsedLookups& flags, int64_t count, const RankSpace& space, int64_t* total, cudaStream_t stream);
-
-int bits_of(uint64_t value);
-
-sl_status sort(const SortPairs<uint64_t>& pairs, void* workspace, int64_t workspace_bytes, cudaStream_t stream);
 
 }  // namespace sparselift::cuda

@@ -66,24 +66,24 @@ __device__ inline void step_columns(const sl_rule& rule, const RowPart<Weight, k
         Values<kWidth>& w = weights[v];
         const Values<kWidth>& g = grads[v];
         if (rule.kind == SL_ADAGRAD) {
-            Values<kWidth> sums = load_floats<kWidth>(part.state.first + at, part.vector_floats);
+            Values<kWidth> sums = load_columns<kWidth>(part.state.first, at, part.stripe, part.dim, part.vector_floats);
 #pragma unroll
             for (int i = 0; i < kWidth; ++i) {
                 sums.v[i] = sums.v[i] + g.v[i] * g.v[i];
                 w.v[i] = fmaf(-rule.lr, g.v[i] / (sqrtf(sums.v[i]) + rule.eps), w.v[i]);
             }
-            store_floats<kWidth>(part.state.first + at, sums, part.vector_floats);
+            store_columns<kWidth>(part.state.first, at, part.stripe, part.dim, sums, part.vector_floats);
         } else if (rule.kind == SL_ADAM) {
-            Values<kWidth> first = load_floats<kWidth>(part.state.first + at, part.vector_floats);
-            Values<kWidth> second = load_floats<kWidth>(part.state.second + at, part.vector_floats);
+            Values<kWidth> first = load_columns<kWidth>(part.state.first, at, part.stripe, part.dim, part.vector_floats);
+            Values<kWidth> second = load_columns<kWidth>(part.state.second, at, part.stripe, part.dim, part.vector_floats);
 #pragma unroll
             for (int i = 0; i < kWidth; ++i) {
                 first.v[i] = first.v[i] + (g.v[i] - first.v[i]) * rule.first_gain;
                 second.v[i] = second.v[i] + (g.v[i] * g.v[i] - second.v[i]) * rule.second_gain;
                 w.v[i] = w.v[i] + -rule.lr * (first.v[i] / (sqrtf(second.v[i]) + rule.eps));
             }
-            store_floats<kWidth>(part.state.first + at, first, part.vector_floats);
-            store_floats<kWidth>(part.state.second + at, second, part.vector_floats);
+            store_columns<kWidth>(part.state.first, at, part.stripe, part.dim, first, part.vector_floats);
+            store_columns<kWidth>(part.state.second, at, part.stripe, part.dim, second, part.vector_floats);
         } else {
 #pragma unroll
             for (int i = 0; i < kWidth; ++i) w.v[i] = rule.kind == SL_SGD ? fmaf(-rule.lr, g.v[i], w.v[i]) : w.v[i] + g.v[i] * scale;

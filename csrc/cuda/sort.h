@@ -1,31 +1,52 @@
-// Sorting on the device: the only door to CUB, whose headers take a minute to compile. The emulator has its own behind it.
+// Sorting on the device: the kernels of sort.cuh behind a few calls.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
+#include "../api/status.h"
 #include "platform.h"
 
 namespace sparselift::cuda {
 
-/// Pairs to be sorted: ascending by the low `key_bits` bits of the key, equal ones in their order. Inputs and outputs are distinct.
-template <typename Key>
+constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;       // of a pass
+constexpr int kMostPasses = 8;
+
+/// Pairs to be sorted: ascending by the digits that the low `key_bits` bits of a key are in, equal ones in their order. Inputs and outputs are
+/// distinct.
 struct SortPairs {
-    const Key* keys_in;
-    Key* keys_out;
-    const std::uint32_t* values_in;
-    std::uint32_t* values_out;
-    std::int64_t count;
+    const uint64_t* keys_in;
+    uint64_t* keys_out;
+    const uint32_t* values_in;
+    uint32_t* values_out;
+    int64_t count;
     int key_bits;
 };
 
-/// Device memory that a sort of `count` pairs, or of fewer, needs. Key is uint64_t: each other one would compile for ten seconds more an
-/// architecture.
-template <typename Key>
-std::size_t sort_workspace_bytes(std::int64_t count);
+/// What a kernel that makes keys does for the sort to come: counts their digits (DigitCounter), and clears `said` (clear_said).
+struct SortStart {
+    uint32_t* counts;          // (passes, kDigits), and the passes' tickets behind them: zeroed before that kernel, words_to_clear() in all
+    unsigned long long* said;
+    int64_t num_said;
+    int32_t passes;            // 0: nothing will be sorted
+};
 
-/// Sorts on `stream`; nothing waits. cudaErrorInvalidValue when the workspace is too small.
-template <typename Key>
-cudaError_t sort_pairs(const SortPairs<Key>& pairs, void* workspace, std::size_t workspace_bytes, cudaStream_t stream);
+int bits_of(uint64_t value);
+
+/// Passes over keys of so many bits. Each is one launch.
+int sort_passes(int key_bits);
+
+inline int32_t words_to_clear(const SortStart& start) { return start.passes * (kDigits + 1); }
+
+/// Device memory that a sort of `count` pairs, or of fewer, needs.
+int64_t sort_workspace_bytes(int64_t count);
+
+/// Where in its workspace a sort begins.
+SortStart start_sort(void* workspace, int64_t count, int key_bits);
+
+/// Sorts on `stream`; nothing waits.
+sl_status sort(const SortPairs& pairs, void* workspace, int64_t workspace_bytes, cudaStream_t stream);
+
+/// The same after a kernel has done what SortStart says: two launches less.
+sl_status sort_counted(const SortPairs& pairs, void* workspace, int64_t workspace_bytes, cudaStream_t stream);
 
 }  // namespace sparselift::cuda

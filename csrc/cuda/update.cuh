@@ -22,44 +22,64 @@ __device__ inline void keep_maxima(Values<kWidth>& grad, const int32_t* maxima, 
     for (int i = 0; i < kWidth; ++i) grad.v[i] = maxima[i] == k ? grad.v[i] : 0.0f;
 }
 
+/// What one lookup adds to its row, of the columns of one lane: grads * factor * scale.
+template <int kWidth, int kVectors>
+struct LookupGrad {
+    Values<kWidth> grads[kVectors];
+    float factor;
+    float scale;
+};
+
+/// The gradient of lookup k of a source, which is in `bag`. Zeros where it is not `is_there`.
+template <int kWidth, int kVectors>
+__device__ inline void load_grad(const Source& source, int32_t k, int32_t bag, bool is_there, int32_t column, int32_t stripe, int32_t dim,
+                                 LookupGrad<kWidth, kVectors>& grad) {
+    const Lookups& lookups = source.lookups;
+    grad.factor = lookups.weights ? lookups.weights[k] : lookups.inverse ? lookups.inverse[bag] : 1.0f;
+    grad.scale = source.scale;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+        const int32_t at = column + v * stripe;
+        grad.grads[v] = zeros<kWidth>();
+        if (!is_there || at >= dim) continue;
+        grad.grads[v] = load_columns<kWidth>(source.grad + bag * source.grad_stride, at, stripe, dim, source.vector_floats);
+        if (lookups.maxima) keep_maxima(grad.grads[v], lookups.maxima + int64_t{bag} * dim + at, k);
+    }
+}
+
+template <int kWidth, int kVectors>
+__device__ inline void add_grad(Values<kWidth> (&sums)[kVectors], const LookupGrad<kWidth, kVectors>& grad) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) sums[v].v[j] = sums[v].v[j] + grad.grads[v].v[j] * grad.factor * grad.scale;
+    }
+}
+
+/// Lookups whose gradients are under way together in a lane: gradients are float32, whatever the weights are.
+template <int kWidth, int kVectors>
+constexpr int kGradRows = kVectors * (kWidth > 4 ? kWidth / 4 : 1) < kUpdateLoads ? kUpdateLoads / (kVectors * (kWidth > 4 ? kWidth / 4 : 1)) : 1;
+
 /// The sum of `count` lookups from `begin` on, of the columns of one lane.
 template <int kWidth, int kVectors>
 __device__ inline void sum_lookups(const RunArgs& args, int32_t begin, int32_t count, int32_t column, int32_t stripe, int32_t dim,
                                    Values<kWidth> (&sums)[kVectors]) {
-    constexpr int kLoadsOfRow = kVectors * (kWidth > 4 ? kWidth / 4 : 1);      // gradients are float32, whatever the weights are
-    constexpr int kRows = kLoadsOfRow < kUpdateLoads ? kUpdateLoads / kLoadsOfRow : 1;
+    constexpr int kRows = kGradRows<kWidth, kVectors>;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) sums[v] = zeros<kWidth>();
     for (int32_t k = 0; k < count; k += kRows) {
-        Values<kWidth> rows[kRows][kVectors];
-        float factors[kRows], scales[kRows];
+        LookupGrad<kWidth, kVectors> rows[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const bool is_there = k + i < count;
             const uint32_t position = args.positions[is_there ? begin + k + i : begin];
             const Origin origin = args.origins[position];
             const Source& source = args.sources[origin.source];
-            const Lookups& lookups = source.lookups;
-            factors[i] = lookups.weights ? lookups.weights[position - source.first] : lookups.inverse ? lookups.inverse[origin.bag] : 1.0f;
-            scales[i] = source.scale;
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                const int32_t at = column + v * stripe;
-                rows[i][v] = zeros<kWidth>();
-                if (!is_there || at >= dim) continue;
-                rows[i][v] = load_floats<kWidth>(source.grad + origin.bag * source.grad_stride + at, source.vector_floats);
-                if (lookups.maxima)
-                    keep_maxima(rows[i][v], lookups.maxima + int64_t{origin.bag} * dim + at, static_cast<int32_t>(position) - source.first);
-            }
+            load_grad(source, static_cast<int32_t>(position) - source.first, origin.bag, is_there, column, stripe, dim, rows[i]);
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            if (k + i >= count) break;
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-                for (int j = 0; j < kWidth; ++j) sums[v].v[j] = sums[v].v[j] + rows[i][v].v[j] * factors[i] * scales[i];
-            }
+            if (k + i < count) add_grad(sums, rows[i]);
         }
     }
 }
@@ -133,7 +153,8 @@ struct WriteGradient {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
                 const int32_t at = column + v * stripe;
-                if (at < columns.dim) store_floats<kWidth>(grads + rank * columns.dim + at, sums[v], columns.vector_floats);
+                if (at < columns.dim)
+                    store_columns<kWidth>(grads + rank * columns.dim, at, stripe, columns.dim, sums[v], columns.vector_floats);
             }
         }
     }
@@ -151,7 +172,7 @@ __device__ inline void store_piece(const RunArgs& args, const Columns& columns, 
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             const int32_t at = column + v * stripe;
-            if (at < columns.dim) store_floats<kWidth>(partial + at, sums[v], columns.vector_loads);
+            if (at < columns.dim) store_columns<kWidth>(partial, at, stripe, columns.dim, sums[v], columns.vector_loads);
         }
     }
 }
@@ -234,9 +255,9 @@ __global__ void __launch_bounds__(kUpdateThreads, 2) long_runs_kernel(RunArgs ar
                 const float* partial = args.partials + slot_of(static_cast<int32_t>(at), at == begin, args.chunk) * args.partial_stride;
 #pragma unroll
                 for (int v = 0; v < kVectors; ++v) {
-                    const int32_t from = column + v * (kWidth << columns.lanes_log2);
+                    const int32_t stripe = kWidth << columns.lanes_log2, from = column + v * stripe;
                     if (from >= columns.dim) continue;
-                    const auto part = load_floats<kWidth>(partial + from, columns.vector_loads);
+                    const auto part = load_columns<kWidth>(partial, from, stripe, columns.dim, columns.vector_loads);
 #pragma unroll
                     for (int i = 0; i < kWidth; ++i) sums[v].v[i] = sums[v].v[i] + part.v[i];
                 }

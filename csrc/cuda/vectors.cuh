@@ -154,6 +154,65 @@ __device__ inline void store_floats(float* to, const Values<kWidth>& values, boo
     for (int i = 0; i < kWidth; ++i) to[i] = values.v[i];
 }
 
+/// `condition ? a : b`, element by element: whole structs would be chosen between in memory.
+__device__ inline Values<4> select(bool condition, const Values<4>& a, const Values<4>& b) {
+    Values<4> chosen;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) chosen.v[i] = condition ? a.v[i] : b.v[i];
+    return chosen;
+}
+
+/// Trades four floats with the neighbouring lane of a pair. Both lanes call it.
+__device__ inline Values<4> trade(const Values<4>& given) {
+    const unsigned pair = 3u << (threadIdx.x % kWarp / 2 * 2);
+    Values<4> got;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) got.v[i] = __shfl_xor_sync(pair, given.v[i], 1);
+    return got;
+}
+
+/// Whether columns [at, at + 8) of a row in stripes of `stripe` columns belong to a pair of lanes that has sixteen. Each lane of a pair then
+/// moves a half of its own eight floats and a half of its neighbour's, so that a warp's access covers whole sectors of 32 bytes.
+__device__ inline bool is_paired(int32_t at, int32_t stripe, int32_t dim) { return stripe >= 16 && at / 16 * 16 + 16 <= dim; }
+
+/// Columns [at, at + kWidth) of a row of `dim` float32 whose lanes have `stripe` columns side by side.
+template <int kWidth>
+__device__ inline Values<kWidth> load_columns(const float* row, int32_t at, int32_t stripe, int32_t dim, bool in_fours) {
+    if constexpr (kWidth == 8) {
+        if (in_fours && is_paired(at, stripe, dim)) {
+            const bool is_second = (at & kWidth) != 0;
+            const float* from = row + at / 16 * 16 + (is_second ? 4 : 0);
+            const auto low = load_elements<float, 4>(from), high = load_elements<float, 4>(from + kWidth);
+            const auto kept = select(is_second, high, low), got = trade(select(is_second, low, high));
+            Values<kWidth> values;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                values.v[i] = is_second ? got.v[i] : kept.v[i];
+                values.v[4 + i] = is_second ? kept.v[i] : got.v[i];
+            }
+            return values;
+        }
+    }
+    return load_floats<kWidth>(row + at, in_fours);
+}
+
+template <int kWidth>
+__device__ inline void store_columns(float* row, int32_t at, int32_t stripe, int32_t dim, const Values<kWidth>& values, bool in_fours) {
+    if constexpr (kWidth == 8) {
+        if (in_fours && is_paired(at, stripe, dim)) {
+            const bool is_second = (at & kWidth) != 0;
+            const Values<4> low{{values.v[0], values.v[1], values.v[2], values.v[3]}};
+            const Values<4> high{{values.v[4], values.v[5], values.v[6], values.v[7]}};
+            const auto kept = select(is_second, high, low), got = trade(select(is_second, low, high));
+            float* to = row + at / 16 * 16 + (is_second ? 4 : 0);
+            store_elements<float, 4>(to, select(is_second, got, kept));
+            store_elements<float, 4>(to + kWidth, select(is_second, kept, got));
+            return;
+        }
+    }
+    store_floats<kWidth>(row + at, values, in_fours);
+}
+
 template <int kValue>
 struct Constant {
     static constexpr int value = kValue;

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kMaxThreads) weight_grad_kernel(WeightGradArgs
                 const int32_t at = column + v * kWidth * lanes;
                 if (at >= columns.dim) break;
                 const auto weights = load_packed<Weight, kWidth>(row + at);
-                const auto grads = load_floats<kWidth>(grad + at, columns.vector_floats);
+                const auto grads = load_columns<kWidth>(grad, at, kWidth * lanes, columns.dim, columns.vector_floats);
 #pragma unroll
                 for (int i = 0; i < kWidth; ++i) total = fmaf(weights.value(i), grads.v[i], total);
             }

@@ -1,7 +1,7 @@
 // What a kernel file includes in place of CUDA's own headers when g++ compiles it (-DSPARSELIFT_SIMT). For tests alone.
 //
 // A kernel is a plain function here. run_grid() calls it as each thread of a grid, one block after another; the threads of a block are
-// fibers that change at barriers, warp collectives and atomics, in the order that the schedule says. See docs/simt.md.
+// fibers that change at barriers, warp collectives and atomics, in the order that the schedule says. See docs/cuda.md.
 #pragma once
 
 #ifndef SPARSELIFT_SIMT

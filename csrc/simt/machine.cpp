@@ -265,4 +265,13 @@ unsigned char* shared_access(Access access, std::size_t offset, std::size_t byte
     return shared.data() + offset;
 }
 
+void note_launch(std::string_view kernel) {
+    std::string name(kernel);
+    for (const std::string_view dropped : {"sparselift::cuda::", "{anonymous}::"}) {
+        for (std::size_t at; (at = name.find(dropped)) != std::string::npos;) name.erase(at, dropped.size());
+    }
+    if (name.rfind('&', 0) == 0) name.erase(0, 1);
+    ++launches_by_name[name];
+}
+
 }  // namespace sparselift::simt

@@ -3,6 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
 
 #include "fiber.h"
 #include "runtime_api.h"
@@ -82,6 +85,12 @@ struct Counts {
 };
 inline thread_local Counts counts;
 inline thread_local bool counts_traffic = false;
+
+/// How often this OS thread has launched each kernel, by its name without namespaces.
+inline thread_local std::map<std::string, std::int64_t> launches_by_name;
+
+/// Notes a launch, by the name that the compiler has for the kernel.
+void note_launch(std::string_view kernel);
 
 /// Notes an access of global memory.
 void note_traffic(bool is_store, const void* address, std::size_t bytes, Site site);

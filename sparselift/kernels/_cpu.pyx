@@ -5,16 +5,16 @@ from cpython.long cimport PyLong_AsLongLong, PyLong_Check
 from cpython.object cimport PyObject_TypeCheck, PyTypeObject
 from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_ITEM, PySequence_Fast_GET_SIZE
 from libc.stdint cimport int32_t, int64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 
 from sparselift._dlpack cimport View, exchange_of, has_memory, is_dense, is_float, is_int, is_matrix, sl_dl_exchange
+from sparselift.kernels._status cimport allocate, check
 
 from threading import Lock
 
 import torch
 from torch import Tensor, get_num_threads
 
-from sparselift.errors import KernelError
 from sparselift.kernels import checks
 from sparselift.kernels.base import COALESCE_METHODS, PARTITIONS, POOLINGS, STORES, UPDATE_RULES
 
@@ -56,22 +56,6 @@ cdef int32_t isa_number(str name) except -1:
         if sl_isa_name(isa).decode() == name:
             return isa
     raise ValueError(f"no instruction set is called {name!r}")
-
-
-cdef int check(sl_status status) except -1:
-    if status == SL_OK:
-        return 0
-    text = sl_error_text().decode()
-    if status == SL_NO_MEMORY:
-        raise MemoryError(text)
-    raise KernelError(text)
-
-
-cdef void* allocate(size_t count, size_t size) except NULL:
-    cdef void* memory = calloc(count if count > 0 else 1, size)
-    if memory == NULL:
-        raise MemoryError()
-    return memory
 
 
 cdef object sequence(object given, str what, str unit, Py_ssize_t wanted):

@@ -4,25 +4,27 @@ device memory or waits. Arguments are checked by `cuda.py`; whoever calls this m
 """
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 
 from sparselift.kernels._cpu cimport sl_feature, sl_index_input, sl_matrix, sl_rule, sl_status
 from sparselift.kernels._cuda_abi cimport (
-    SL_BAD_ARGUMENT, SL_BAD_ID, SL_CUDA_STATUS_BYTES, SL_NO_MEMORY, SL_OK, SL_RULE_ABSENT, sl_cuda_batch, sl_cuda_batch_bytes,
-    sl_cuda_batch_destroy, sl_cuda_batch_indices, sl_cuda_batch_maxima, sl_cuda_batch_num_bags, sl_cuda_batch_num_lookups,
-    sl_cuda_batch_offsets, sl_cuda_bucketize, sl_cuda_bucketize_workspace_bytes, sl_cuda_buffer_fault, sl_cuda_check_device,
-    sl_cuda_clear_fault, sl_cuda_coalesced_grad, sl_cuda_context, sl_cuda_count_lookups, sl_cuda_dedup, sl_cuda_dedup_workspace_bytes,
-    sl_cuda_default_shape, sl_cuda_device_type, sl_cuda_expanded_grad, sl_cuda_fault, sl_cuda_fault_create, sl_cuda_fault_destroy,
-    sl_cuda_forward, sl_cuda_forward_workspace_bytes, sl_cuda_gradient_workspace_bytes, sl_cuda_pack, sl_cuda_pack_workspace_bytes,
-    sl_cuda_prepare, sl_cuda_program, sl_cuda_program_create, sl_cuda_program_destroy, sl_cuda_regroup, sl_cuda_regroup_workspace_bytes,
-    sl_cuda_segment, sl_cuda_shape, sl_cuda_table, sl_cuda_unpack, sl_cuda_unpack_workspace_bytes, sl_cuda_update,
-    sl_cuda_update_workspace_bytes, sl_cuda_weight_grad, sl_cuda_weights, sl_error_text,
+    SL_BAD_ID, SL_CUDA_MOST_DENSE_COLUMNS, SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_STATUS_BYTES, SL_OK, SL_RULE_ABSENT, sl_cuda_batch,
+    sl_cuda_batch_bytes, sl_cuda_batch_destroy, sl_cuda_batch_indices, sl_cuda_batch_maxima, sl_cuda_batch_num_bags,
+    sl_cuda_batch_num_lookups, sl_cuda_batch_offsets, sl_cuda_bucketize, sl_cuda_bucketize_workspace_bytes, sl_cuda_buffer_fault,
+    sl_cuda_check_device, sl_cuda_clear_fault, sl_cuda_coalesced_grad, sl_cuda_context, sl_cuda_count_lookups, sl_cuda_dedup,
+    sl_cuda_dedup_workspace_bytes, sl_cuda_default_shape, sl_cuda_device_type, sl_cuda_expanded_grad, sl_cuda_fault,
+    sl_cuda_fault_create, sl_cuda_fault_destroy, sl_cuda_forward, sl_cuda_forward_workspace_bytes, sl_cuda_gradient_workspace_bytes,
+    sl_cuda_interaction_backward, sl_cuda_interaction_forward, sl_cuda_interaction_workspace_bytes, sl_cuda_pack,
+    sl_cuda_pack_workspace_bytes, sl_cuda_prepare, sl_cuda_program, sl_cuda_program_create, sl_cuda_program_destroy, sl_cuda_regroup,
+    sl_cuda_regroup_workspace_bytes, sl_cuda_segment, sl_cuda_shape, sl_cuda_table, sl_cuda_unpack, sl_cuda_unpack_workspace_bytes,
+    sl_cuda_update, sl_cuda_update_workspace_bytes, sl_cuda_weight_grad, sl_cuda_weights, sl_error_text,
 )
 from sparselift.kernels._exchange cimport sl_boundaries, sl_buckets, sl_ids, sl_owners, sl_part, sl_range, sl_term
-
-from sparselift.errors import KernelError
+from sparselift.kernels._interaction cimport sl_interaction, sl_pair_run
+from sparselift.kernels._status cimport allocate, check
 
 STATUS_BYTES = SL_CUDA_STATUS_BYTES
+MOST_DENSE_ROWS, MOST_DENSE_COLUMNS = SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_MOST_DENSE_COLUMNS
 
 
 def device_type() -> int:
@@ -38,24 +40,6 @@ def check_device() -> None:
 def default_shape() -> dict:
     """How kernels are laid out unless a program says otherwise: the fields of sl_cuda_shape."""
     return sl_cuda_default_shape()
-
-
-cdef int check(sl_status status) except -1:
-    if status == SL_OK:
-        return 0
-    text = sl_error_text().decode()
-    if status == SL_NO_MEMORY:
-        raise MemoryError(text)
-    if status == SL_BAD_ARGUMENT:
-        raise ValueError(text)
-    raise KernelError(text)
-
-
-cdef void* allocate(size_t count, size_t size) except NULL:
-    cdef void* memory = calloc(count if count > 0 else 1, size)
-    if memory == NULL:
-        raise MemoryError()
-    return memory
 
 
 cdef class Batch:
@@ -78,7 +62,8 @@ cdef class Program:
 
     Parameters
     ----------
-    tables     (rows, dim, dtype) a table; dtype 0 float32, 1 float16, 2 bfloat16
+    tables     (rows, dim, dtype, coalesce) a table; dtype 0 float32, 1 float16, 2 bfloat16; coalesce 0 what suits the update, 2 sort,
+               3 dense
     features   (table, pooling, weighted, include_last_offset, padding_idx or -1) a feature; pooling 0 sum, 1 mean, 2 none, 3 max
     shape      fields of sl_cuda_shape that differ from the default
     status     device memory of STATUS_BYTES
@@ -114,7 +99,7 @@ cdef class Program:
         feature_specs = <sl_feature*>allocate(self.num_features, sizeof(sl_feature))
         try:
             for i in range(self.num_tables):
-                table_specs[i].rows, table_specs[i].dim, table_specs[i].dtype = tables[i]
+                table_specs[i].rows, table_specs[i].dim, table_specs[i].dtype, table_specs[i].coalesce = tables[i]
             for i in range(self.num_features):
                 (feature_specs[i].table, feature_specs[i].pooling, feature_specs[i].weighted, feature_specs[i].include_last_offset,
                  feature_specs[i].padding_idx) = features[i]
@@ -443,3 +428,70 @@ def regroup(uintptr_t ranges, int64_t num_ranges, uintptr_t terms, int64_t num_t
         status = sl_cuda_regroup(<const sl_range*>ranges, num_ranges, <const sl_term*>terms, num_terms, <const sl_matrix*>given,
                                  <const sl_matrix*>results, batch, &context)
     check(status)
+
+
+# ---------------------------------------------------------------------------------------------------- dot interaction
+
+
+cdef sl_matrix* matrices_of(given) except NULL:
+    """(pointer, row stride) each, or None. To be freed."""
+    cdef Py_ssize_t i
+    cdef uintptr_t data
+    cdef sl_matrix* matrices = <sl_matrix*>allocate(len(given), sizeof(sl_matrix))
+    for i, matrix in enumerate(given):
+        if matrix is not None:
+            data, matrices[i].row_stride = matrix
+            matrices[i].data = <float*>data
+    return matrices
+
+
+cdef class Interaction:
+    """The pairs of an interaction: see sparselift_cuda_interaction.h.
+
+    Parameters
+    ----------
+    num_vectors, dim   V, D
+    passed             a vector that is passed on, or -1
+    runs               (row, first, count, column) a run of pairs
+    """
+
+    cdef sl_interaction shape
+    cdef sl_pair_run* runs
+
+    def __cinit__(self, int64_t num_vectors, int64_t dim, int64_t passed, runs):
+        cdef Py_ssize_t i
+        self.runs = <sl_pair_run*>allocate(len(runs), sizeof(sl_pair_run))
+        for i, (row, first, count, column) in enumerate(runs):
+            self.runs[i] = sl_pair_run(row, first, count, column)
+        self.shape = sl_interaction(0, num_vectors, dim, passed, self.runs, len(runs))
+
+    def __dealloc__(self):
+        free(self.runs)
+
+    def workspace_bytes(self) -> int:
+        """Device memory that a call takes, of any batch size."""
+        return sl_cuda_interaction_workspace_bytes(&self.shape)
+
+    def run(self, int64_t batch, vectors, out, vector_grads, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
+        """`vectors` are V (pointer, row stride); `out` is one: written, or, with `vector_grads` (V of them, or None), the gradient."""
+        cdef sl_interaction shape = self.shape
+        cdef sl_cuda_context context = context_of(workspace, workspace_bytes, stream)
+        cdef sl_matrix* given = NULL
+        cdef sl_matrix* output = NULL
+        cdef sl_matrix* grads = NULL
+        cdef sl_status status
+        shape.batch = batch
+        try:
+            given, output = matrices_of(vectors), matrices_of([out])
+            if vector_grads is not None:
+                grads = matrices_of(vector_grads)
+            with nogil:
+                if grads == NULL:
+                    status = sl_cuda_interaction_forward(&shape, given, output[0], &context)
+                else:
+                    status = sl_cuda_interaction_backward(&shape, given, output[0], grads, &context)
+            check(status)
+        finally:
+            free(given)
+            free(output)
+            free(grads)

@@ -4,12 +4,14 @@ from libc.stdint cimport int32_t, int64_t
 
 from ._cpu cimport sl_feature, sl_index_input, sl_matrix, sl_rule, sl_state, sl_status
 from ._exchange cimport sl_boundaries, sl_buckets, sl_ids, sl_owners, sl_part, sl_range, sl_term
+from ._interaction cimport sl_interaction
 
 
 cdef extern from "api/sparselift_cuda.h" nogil:
     enum: SL_OK, SL_BAD_ID, SL_BAD_ARGUMENT, SL_NO_MEMORY
     enum: SL_RULE_ABSENT
     enum: SL_CUDA_STATUS_BYTES
+    enum: SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_MOST_DENSE_COLUMNS
 
     ctypedef struct sl_cuda_program
     ctypedef struct sl_cuda_batch
@@ -18,6 +20,7 @@ cdef extern from "api/sparselift_cuda.h" nogil:
         int64_t rows
         int64_t dim
         int32_t dtype
+        int32_t coalesce
 
     ctypedef struct sl_cuda_shape:
         int32_t vector_bytes
@@ -109,3 +112,12 @@ cdef extern from "api/sparselift_cuda_exchange.h" nogil:
     int64_t sl_cuda_regroup_workspace_bytes(int64_t num_ranges, int64_t num_terms)
     sl_status sl_cuda_regroup(const sl_range* ranges, int64_t num_ranges, const sl_term* terms, int64_t num_terms, const sl_matrix* given,
                               const sl_matrix* results, int64_t batch, const sl_cuda_context* context)
+
+
+# Mirrors csrc/api/sparselift_cuda_interaction.h.
+cdef extern from "api/sparselift_cuda_interaction.h" nogil:
+    int64_t sl_cuda_interaction_workspace_bytes(const sl_interaction* shape)
+    sl_status sl_cuda_interaction_forward(const sl_interaction* shape, const sl_matrix* vectors, sl_matrix out,
+                                          const sl_cuda_context* context)
+    sl_status sl_cuda_interaction_backward(const sl_interaction* shape, const sl_matrix* vectors, sl_matrix grad,
+                                           const sl_matrix* vector_grads, const sl_cuda_context* context)

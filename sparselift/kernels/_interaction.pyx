@@ -3,11 +3,11 @@
 
 from cpython.object cimport PyObject_TypeCheck, PyTypeObject
 from libc.stdint cimport int32_t, int64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free, malloc
 
 from sparselift._dlpack cimport SL_DL_FLOAT, View, exchange_of, sl_dl_exchange, view_tensor
-from sparselift.kernels._cpu cimport (
-    SL_NUM_ISAS, SL_OK, sl_error_text, sl_isa_name, sl_isa_runnable, sl_matrix, sl_openmp_runtime, sl_status)
+from sparselift.kernels._cpu cimport SL_NUM_ISAS, sl_isa_name, sl_isa_runnable, sl_matrix, sl_openmp_runtime, sl_status
+from sparselift.kernels._status cimport allocate, check
 
 from torch import Tensor, get_num_threads
 
@@ -57,9 +57,7 @@ cdef class Interaction:
         self.spec, self.isa, self.number, self.width = spec, isa, isa_number(isa), spec.width
         self.shape.num_vectors, self.shape.dim = spec.num_vectors, spec.dim
         self.shape.passed = -1 if spec.passed is None else spec.passed
-        self.runs = <sl_pair_run*>calloc(spec.num_vectors, sizeof(sl_pair_run))
-        if self.runs == NULL:
-            raise MemoryError()
+        self.runs = <sl_pair_run*>allocate(spec.num_vectors, sizeof(sl_pair_run))
         column = 0 if spec.passed is None else spec.dim
         for place, (row, first, count) in enumerate(spec.runs()):
             self.runs[place] = sl_pair_run(row, first, count, column)
@@ -77,9 +75,7 @@ cdef class Interaction:
         """V matrices (B, D). To be freed. `batch` -1: not known yet."""
         cdef int64_t v, count = 0, last, rows, columns, dim = self.shape.dim
         cdef sl_matrix whole
-        cdef sl_matrix* found = <sl_matrix*>calloc(self.shape.num_vectors, sizeof(sl_matrix))
-        if found == NULL:
-            raise MemoryError()
+        cdef sl_matrix* found = <sl_matrix*>allocate(self.shape.num_vectors, sizeof(sl_matrix))
         try:
             for place, tensor in enumerate(vectors):
                 read_matrix(tensor, f"{what}[{place}]", &whole, &rows, &columns)
@@ -145,8 +141,7 @@ cdef class Interaction:
                     status = sl_interaction_forward(&shape, given, whole, workspace, isa, threads)
                 else:
                     status = sl_interaction_backward(&shape, given, whole, grads, workspace, isa, threads)
-            if status != SL_OK:
-                raise KernelError(sl_error_text().decode())
+            check(status)
         finally:
             free(workspace)
             free(grads)

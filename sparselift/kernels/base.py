@@ -240,6 +240,10 @@ class KernelBackend(ABC):
     def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> BagProgram:
         """Raises ValueError for a spec that the backend does not implement, naming it."""
 
+    def takes_dense(self, table: TableSpec) -> bool:
+        """Whether `compile` takes coalesce="dense" for a table of this size, where it takes it at all."""
+        return True
+
     @abstractmethod
     def variant(self) -> str:
         """What runs here, as part of a certificate's key: "avx512", "reference" ..."""

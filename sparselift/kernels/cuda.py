@@ -6,11 +6,14 @@ whose results have as many rows as the device says. Ids and boundaries are check
 of it, in the same call where kernels run at once and by the next step otherwise, or in `CudaProgram.synchronize`. From the fault on, and
 until it raised, updates change nothing.
 
-Of a table's knobs none means anything here: kernels find the lookups of a row by a sort, and many warps hide what prefetching would.
+Of a table's knobs `coalesce` alone means anything here: the lookups of a row are found by a sort, or, in small tables ("dense"), by the row
+itself. "chain" is whichever suits the update: no sort where all its tables are small. The bits are the same. Many warps hide what
+prefetching would.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Iterator, Sequence
@@ -26,7 +29,19 @@ from torch import Tensor
 from sparselift.arrays import as_array, device_tensor, stream_handle, torch_stream
 from sparselift.errors import KernelError
 
-from .base import POOLINGS, UPDATE_RULES, BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, State, TableSpec, UpdateRule
+from .base import (
+    COALESCE_METHODS,
+    POOLINGS,
+    UPDATE_RULES,
+    BagProgram,
+    FeatureSpec,
+    IndexBatch,
+    KernelBackend,
+    Segment,
+    State,
+    TableSpec,
+    UpdateRule,
+)
 from .checks import (
     INDEX_DTYPES,
     check_bag_length,
@@ -123,7 +138,7 @@ class CudaProgram(BagProgram):
         self._status = self.empty((backend.extension.STATUS_BYTES,), torch.uint8)
         with self._current_device():
             self.raw = backend.extension.Program(
-                [(table.rows, table.dim, DTYPES.index(table.dtype)) for table in tables],
+                [(table.rows, table.dim, DTYPES.index(table.dtype), COALESCE_METHODS.index(table.knobs.coalesce)) for table in tables],
                 [(f.table, POOLINGS.index(f.pooling), f.weighted, f.include_last_offset, -1 if f.padding_idx is None else f.padding_idx)
                  for f in features],
                 dataclasses.asdict(backend.shape), self._status.data_ptr(), self.stream())
@@ -168,8 +183,7 @@ class CudaProgram(BagProgram):
         return space.data_ptr(), space.nbytes
 
     def _current_device(self) -> AbstractContextManager[Any]:
-        """Launches go to the device of the program, whichever is current."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return self.backend.current_device()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -330,7 +344,7 @@ class CudaBackend(KernelBackend):
     """
 
     name = "cuda"
-    coalesce_methods = ("chain", "sort")
+    coalesce_methods = ("chain", "sort", "dense")
     weight_dtypes = DTYPES
 
     def __init__(self, device: str | torch.device = "cuda", shape: KernelShape = KernelShape(), module: str = CUDA_MODULE,
@@ -376,13 +390,29 @@ class CudaBackend(KernelBackend):
         """A host buffer that a device copies from by itself, for ids on their way to it. Stays unchanged until the copy is done."""
         return self.memory.pinned(shape, dtype)
 
-    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> CudaProgram:
+    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], shape: KernelShape | None = None) -> CudaProgram:
+        """`shape` lays out this program's kernels, in place of the backend's. Raises ValueError for one that kernels do not have, too."""
         check_specs(tables, features, weight_dtypes=self.weight_dtypes)
         for table in tables:
+            where = f"table {table.name!r}"
             if table.knobs.coalesce not in self.coalesce_methods:
-                raise ValueError(f"table {table.name!r}: coalesce must be one of {', '.join(self.coalesce_methods)} on CUDA, where lookups "
-                                 f"of one row run at the same time; got {table.knobs.coalesce!r}")
-        return CudaProgram(self, tables, features)
+                raise ValueError(f"{where}: coalesce must be one of {', '.join(self.coalesce_methods)} on CUDA, where lookups of one row "
+                                 f"run at the same time; got {table.knobs.coalesce!r}")
+            if table.knobs.coalesce == "dense" and not self.takes_dense(table):
+                raise ValueError(f"{where}: coalesce='dense' takes up to {self.extension.MOST_DENSE_ROWS} rows of "
+                                 f"{self.extension.MOST_DENSE_COLUMNS} columns on CUDA; got {table.rows} of {table.dim}")
+        backend = self
+        if shape is not None:
+            backend = copy.copy(self)
+            backend.shape = shape
+        return CudaProgram(backend, tables, features)
+
+    def current_device(self) -> AbstractContextManager[Any]:
+        """Launches inside go to the backend's device, whichever is current."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def takes_dense(self, table: TableSpec) -> bool:
+        return table.rows <= self.extension.MOST_DENSE_ROWS and table.dim <= self.extension.MOST_DENSE_COLUMNS
 
     def variant(self) -> str:
         """"cuda" and the choices of the shape that differ from the default."""

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from sparselift.errors import KernelError
 
+from .checks import check_kind
 from .cpu import CpuBackend
+from .cuda import CudaBackend
 
 ORDERS = ("lower", "upper")
 
@@ -138,10 +140,70 @@ class ReferenceInteraction(InteractionKernel):
                 into.copy_(each)
 
 
+class CudaInteraction(InteractionKernel):
+    """On a CUDA device, on the stream of its backend. Fused multiply-adds: columns ascending in products, vectors in gradients."""
+
+    def __init__(self, spec: InteractionSpec, backend: CudaBackend) -> None:
+        self.spec, self.backend = spec, backend
+        column, runs = 0 if spec.passed is None else spec.dim, []
+        for row, first, count in spec.runs():
+            runs.append((row, first, count, column))
+            column += count
+        self._raw = backend.extension.Interaction(spec.num_vectors, spec.dim, -1 if spec.passed is None else spec.passed, runs)
+
+    def __reduce__(self) -> tuple[type[CudaInteraction], tuple[InteractionSpec, CudaBackend]]:
+        return CudaInteraction, (self.spec, self.backend)
+
+    def forward(self, vectors: Sequence[Tensor], out: Tensor) -> None:
+        self._run(vectors, "out", out, None)
+
+    def backward(self, vectors: Sequence[Tensor], grad: Tensor, vector_grads: Sequence[Tensor | None]) -> None:
+        self._run(vectors, "grad", grad, vector_grads)
+
+    def _run(self, vectors: Sequence[Tensor], what: str, output: Tensor, vector_grads: Sequence[Tensor | None] | None) -> None:
+        self._check_matrix(what, output)
+        batch = len(output)
+        if output.shape[1] != self.spec.width:
+            raise ValueError(f"{what} must have shape ({batch}, {self.spec.width}); got {tuple(output.shape)}")
+        read = self._read("vectors", vectors, vectors, batch)
+        grads = None if vector_grads is None else self._read("vector_grads", vector_grads, vectors, batch)
+        with self.backend.current_device():
+            space = torch.empty(self._raw.workspace_bytes(), dtype=torch.uint8, device=self.backend.device)
+            self._raw.run(batch, read, (output.data_ptr(), output.stride(0)), grads, space.data_ptr(), space.nbytes,
+                          self.backend.current_stream())
+
+    def _check_matrix(self, what: str, tensor: Tensor) -> None:
+        check_kind(what, tensor, (torch.float32,), device=self.backend.device)
+        if tensor.dim() != 2:
+            raise ValueError(f"{what} must have two dimensions; got shape {tuple(tensor.shape)}")
+        if tensor.shape[1] > 1 and len(tensor) and tensor.stride(1) != 1:
+            raise ValueError(f"{what} must have a last stride of 1; got strides {tensor.stride()}")
+
+    def _read(self, what: str, given: Sequence[Tensor | None], vectors: Sequence[Tensor], batch: int) -> list[tuple[int, int] | None]:
+        """(address, row stride) of each of the V vectors; None where a gradient is not wanted."""
+        read: list[tuple[int, int] | None] = []
+        for place, (tensor, vector) in enumerate(zip(given, vectors, strict=True)):
+            name = f"{what}[{place}]"
+            count = vector.shape[1] // self.spec.dim
+            if tensor is None:
+                read += [None] * count
+                continue
+            self._check_matrix(name, tensor)
+            if len(tensor) != batch or tensor.shape[1] % self.spec.dim or tensor.shape != vector.shape:
+                raise ValueError(f"{name} must have {batch} rows, and columns of vectors of {self.spec.dim}; "
+                                 f"got shape {tuple(tensor.shape)}")
+            read += [(tensor.data_ptr() + 4 * self.spec.dim * v, tensor.stride(0)) for v in range(count)]
+        if len(read) != self.spec.num_vectors:
+            raise ValueError(f"{what} must hold {self.spec.num_vectors} vectors; got {len(read)}")
+        return read
+
+
 def compile_interaction(spec: InteractionSpec, backend: str = "cpu") -> InteractionKernel:
     """The kernel of a backend, by the names of `kernels.get_backend`. Raises as that does."""
     if backend == "reference":
         return ReferenceInteraction(spec)
+    if backend == "cuda":
+        return CudaInteraction(spec, CudaBackend())
     isa = CpuBackend(backend.partition("-")[2] or None).isa
     try:
         extension = import_module("sparselift.kernels._interaction")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,17 +11,39 @@ import torch
 from torch import Tensor
 
 from sparselift.errors import KernelError
-from sparselift.kernels import BACKENDS, available_backends
-from sparselift.kernels.interaction import InteractionKernel, InteractionSpec, compile_interaction, interact
+from sparselift.kernels import available_backends, get_backend
+from sparselift.kernels.interaction import ORDERS, CudaInteraction, InteractionKernel, InteractionSpec, compile_interaction, interact
+from tests.contract.conftest import ALONE, PARAMS
+from tests.contract.on_device import OnDevice
 
-SHAPES = [(1, 1), (2, 1), (3, 3), (4, 16), (5, 17), (8, 4), (9, 64), (16, 15), (17, 130), (27, 64), (33, 8), (40, 1000)]
+SHAPES = [(1, 1), (2, 1), (3, 3), (4, 16), (5, 17), (8, 4), (9, 64), (16, 15), (17, 130), (27, 64), (33, 8), (40, 1000), (96, 5)]
 
 
-@pytest.fixture(params=[name for name in BACKENDS if name not in ("cpu", "cuda")], scope="module")
+VARIANTS = [(order, diagonal, passed) for order in ORDERS for diagonal in (False, True) for passed in (None, 0, -1)]
+
+Compile = Callable[[InteractionSpec], InteractionKernel]
+
+
+@pytest.fixture(params=PARAMS)
 def backend(request: pytest.FixtureRequest) -> str:
-    if request.param not in available_backends():
+    """The reference, the CPU kernels of each instruction set, and the CUDA kernels on a device or under each schedule of the emulator."""
+    kind, _, schedule = request.param.partition("-")
+    if kind == "simt":
+        request.getfixturevalue("emulator").set_schedule(schedule)
+    elif request.param not in available_backends() and not ALONE:
         pytest.skip(f"{request.param}: not built, or its instruction set is missing here")
     return str(request.param)
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest, backend: str) -> Compile:
+    if backend.startswith("simt"):
+        emulated = request.getfixturevalue("emulator").backend()
+        return lambda spec: CudaInteraction(spec, emulated)
+    if backend == "cuda":
+        device = get_backend("cuda").device
+        return lambda spec: OnDevice(compile_interaction(spec, backend), device)
+    return lambda spec: compile_interaction(spec, backend)
 
 
 def integers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -54,33 +77,33 @@ def double_gradient(vectors: Tensor, grad: Tensor, spec: InteractionSpec) -> Ten
 
 
 class TestInteraction:
-    @pytest.mark.parametrize("passed", [None, 0, -1], ids=["products-alone", "first-passed", "last-passed"])
-    @pytest.mark.parametrize("diagonal", [False, True])
-    @pytest.mark.parametrize("order", ["lower", "upper"])
     @pytest.mark.parametrize(("count", "dim"), SHAPES)
-    def test_on_integers_it_is_exact(self, backend: str, count: int, dim: int, order: str, diagonal: bool, passed: int | None) -> None:
-        spec = InteractionSpec(count, dim, order, diagonal, count - 1 if passed == -1 else passed)
-        vectors, grad = integers((3, count, dim), 1), integers((3, spec.width), 2)
-        out, found = run(compile_interaction(spec, backend), vectors, grad)
-        assert torch.equal(out.double(), looped(vectors, spec))
-        assert torch.equal(found.double(), double_gradient(vectors, grad, spec))
+    def test_on_integers_it_is_exact(self, backend: str, compiled: Compile, count: int, dim: int) -> None:
+        """In every order; the emulator, which takes its time, has two of the twelve for each shape."""
+        first = SHAPES.index((count, dim))
+        for order, diagonal, passed in VARIANTS[first % 6::6] if backend.startswith("simt") else VARIANTS:
+            spec = InteractionSpec(count, dim, order, diagonal, count - 1 if passed == -1 else passed)
+            vectors, grad = integers((3, count, dim), 1), integers((3, spec.width), 2)
+            out, found = run(compiled(spec), vectors, grad)
+            assert torch.equal(out.double(), looped(vectors, spec)), spec
+            assert torch.equal(found.double(), double_gradient(vectors, grad, spec)), spec
 
     @pytest.mark.parametrize(("count", "dim"), [(27, 64), (5, 17), (3, 300)])
-    def test_real_values_are_within_the_rounding_bound(self, backend: str, count: int, dim: int) -> None:
+    def test_real_values_are_within_the_rounding_bound(self, compiled: Compile, count: int, dim: int) -> None:
         spec = InteractionSpec(count, dim)
         generator = torch.Generator().manual_seed(0)
         vectors, grad = (torch.randn(shape, generator=generator) for shape in ((4, count, dim), (4, spec.width)))
-        out, found = run(compile_interaction(spec, backend), vectors, grad)
+        out, found = run(compiled(spec), vectors, grad)
         unit = 2.0 ** -24
         bound = (dim + 2) * unit * looped(vectors.abs(), spec)
         assert ((out.double() - looped(vectors, spec)).abs() <= bound).all()
         bound = (count + 3) * unit * double_gradient(vectors.abs(), grad.abs(), spec)
         assert ((found.double() - double_gradient(vectors, grad, spec)).abs() <= bound).all()
 
-    def test_vectors_may_be_apart_and_their_rows_too(self, backend: str) -> None:
+    def test_vectors_may_be_apart_and_their_rows_too(self, compiled: Compile) -> None:
         spec = InteractionSpec(4, 9, passed=2)
         vectors, grad = integers((6, 4, 9), 3), integers((6, spec.width), 4)
-        kernel = compile_interaction(spec, backend)
+        kernel = compiled(spec)
         want_out, want = run(kernel, vectors, grad)
         apart = [torch.cat([vectors[:, v], torch.full((6, v), torch.nan)], 1)[:, :9] for v in range(4)]
         room = torch.full((6, spec.width + 3), 5.0)
@@ -98,13 +121,13 @@ class TestInteraction:
             assert (found[v] == 5).all()
 
     @pytest.mark.parametrize("batch", [0, 1, 2, 257])
-    def test_any_batch_size_at_any_number_of_threads(self, backend: str, batch: int) -> None:
-        spec = InteractionSpec(27, 64)
+    def test_any_batch_size_at_any_number_of_threads(self, backend: str, compiled: Compile, batch: int) -> None:
+        spec, batch = InteractionSpec(27, 64), min(batch, 9) if backend.startswith("simt") else batch
         vectors = torch.randn(batch, 27, 64, generator=torch.Generator().manual_seed(1))
         grad = torch.randn(batch, spec.width, generator=torch.Generator().manual_seed(2))
-        kernel, threads, results = compile_interaction(spec, backend), torch.get_num_threads(), []
+        kernel, threads, results = compiled(spec), torch.get_num_threads(), []
         try:
-            for count in (1, 2, 5):
+            for count in (1,) if backend.startswith("simt") else (1, 2, 5):
                 torch.set_num_threads(count)
                 results.append(run(kernel, vectors, grad))
         finally:
@@ -113,17 +136,17 @@ class TestInteraction:
             assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
         assert results[0][0].shape == (batch, spec.width)
 
-    def test_infinities_stay_with_the_products_that_have_them(self, backend: str) -> None:
+    def test_infinities_stay_with_the_products_that_have_them(self, compiled: Compile) -> None:
         spec = InteractionSpec(3, 4, diagonal=True)
         vectors = integers((2, 3, 4), 5)
         vectors[1, 2, 0] = torch.inf
         out = torch.empty(2, spec.width)
-        compile_interaction(spec, backend).forward([vectors.view(2, 12)], out)
+        compiled(spec).forward([vectors.view(2, 12)], out)
         assert torch.equal(out.double().nan_to_num(nan=1e9), looped(vectors, spec).nan_to_num(nan=1e9))
 
-    def test_it_can_be_pickled(self, backend: str) -> None:
+    def test_it_can_be_pickled(self, compiled: Compile) -> None:
         spec = InteractionSpec(3, 5, "upper", True, None)
-        kernel = pickle.loads(pickle.dumps(compile_interaction(spec, backend)))
+        kernel = pickle.loads(pickle.dumps(compiled(spec)))
         vectors, grad = integers((2, 3, 5), 6), integers((2, spec.width), 7)
         assert kernel.spec == spec and torch.equal(run(kernel, vectors, grad)[0].double(), looped(vectors, spec))
 

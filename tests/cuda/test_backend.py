@@ -27,10 +27,16 @@ def test_a_module_that_is_not_built() -> None:
         CudaBackend("cpu", module="sparselift.kernels._nowhere")
 
 
-@pytest.mark.parametrize("coalesce", ["none", "dense"])
-def test_other_ways_to_coalesce_are_refused(simt: Simt, coalesce: str) -> None:
-    with pytest.raises(ValueError, match=f"table 't': coalesce must be one of chain, sort on CUDA, .*; got '{coalesce}'"):
-        simt.backend().compile([TableSpec("t", 5, 4, knobs=TableKnobs(coalesce=coalesce))], [])
+def test_other_ways_to_coalesce_are_refused(simt: Simt) -> None:
+    with pytest.raises(ValueError, match=r"table 't': coalesce must be one of chain, sort, dense on CUDA, .*; got 'none'"):
+        simt.backend().compile([TableSpec("t", 5, 4, knobs=TableKnobs(coalesce="none"))], [])
+    for rows, dim in ((2049, 4), (5, 2049)):
+        with pytest.raises(ValueError, match=f"table 't': coalesce='dense' takes up to 2048 rows of 2048 columns .* got {rows} of {dim}"):
+            simt.backend().compile([TableSpec("t", rows, dim, knobs=TableKnobs(coalesce="dense"))], [])
+    status = np.zeros(simt.module.STATUS_BYTES, np.uint8)
+    for table, message in (((2049, 4, 0, 3), "table 0: dense sums take up to 2048 rows"), ((5, 4, 0, 1), "table 0: .* are summed")):
+        with pytest.raises(ValueError, match=message):
+            simt.module.Program([table], [], {}, status.ctypes.data, 0)
 
 
 def test_variants_name_the_shape(simt: Simt) -> None:
@@ -46,10 +52,21 @@ def test_copies_keep_the_shape(simt: Simt) -> None:
         assert other.backend.shape == KernelShape(chunk_lookups=64) and other.tables == program.tables
 
 
+def test_a_program_may_have_a_shape_of_its_own(simt: Simt) -> None:
+    backend = simt.backend(KernelShape(block_threads=128))
+    program = backend.compile([TableSpec("t", 5, 4)], [FeatureSpec("f", 0)], KernelShape(loads_in_flight=8))
+    assert backend.variant() == "cuda-block_threads=128" and program.backend.variant() == "cuda-loads_in_flight=8"
+    simt.take_launches()
+    program.look_up([torch.ones(5, 4)], [torch.tensor([1, 2])], [torch.tensor([0])])
+    assert "bag_forward_kernel<float, 8>" in simt.take_launches()
+    with pytest.raises(ValueError, match="loads_in_flight must be 4 or 8; got 5"):
+        backend.compile([], [], KernelShape(loads_in_flight=5))
+
+
 def test_by_address_from_numpy(simt: Simt) -> None:
     """No torch: a forward of two bags over memory that numpy owns."""
     status = np.zeros(simt.module.STATUS_BYTES, np.uint8)
-    program = simt.module.Program([(6, 3, 0)], [(0, 0, False, False, -1)], {}, status.ctypes.data, 0)
+    program = simt.module.Program([(6, 3, 0, 0)], [(0, 0, False, False, -1)], {}, status.ctypes.data, 0)
     table, ids, starts = np.arange(18, dtype=np.float32).reshape(6, 3), np.array([0, 5, 2], np.int32), np.array([0, 2], np.int64)
     inputs = [(ids.ctypes.data, 3, 1, False, starts.ctypes.data, 2, 1, True, 0, 0, 0)]
     memory = np.empty(program.batch_bytes(inputs), np.uint8)
@@ -59,18 +76,46 @@ def test_by_address_from_numpy(simt: Simt) -> None:
     assert out.tolist() == [(table[0] + table[5]).tolist(), table[2].tolist()]
 
 
-@pytest.mark.parametrize("num_tables", [1, 26])
-def test_a_step_copies_nothing_and_waits_for_nothing(simt: Simt, num_tables: int) -> None:
-    """Its launches, the sort's own apart: structs and kernel for each of prepare, forward and update, whose rows have keys made first."""
-    tables = [TableSpec(f"t{t}", 40, 8) for t in range(num_tables)]
-    program = simt.backend().compile(tables, [FeatureSpec(f"f{t}", t, column=8 * t) for t in range(num_tables)])
-    weights, states = [torch.zeros(40, 8) for _ in tables], [torch.zeros(40) for _ in tables]
-    ids, grad, out = [torch.arange(9)] * num_tables, torch.ones(9, 8 * num_tables), torch.empty(9, 8 * num_tables)
+def step(simt: Simt, tables: list[TableSpec], ids: torch.Tensor, length: int) -> dict[str, int]:
+    """What a forward and an update launch, by kernel, with bags of `length` that have offsets. They copy nothing, and wait for nothing."""
+    program = simt.backend().compile(tables, [FeatureSpec(f"f{t}", t, column=8 * t) for t in range(len(tables))])
+    weights, states = [torch.zeros(t.rows, 8) for t in tables], [torch.zeros(t.rows) for t in tables]
+    offsets = torch.arange(0, len(ids), length)
+    grad, out = torch.ones(len(offsets), 8 * len(tables)), torch.empty(len(offsets), 8 * len(tables))
     simt.take_counts()
-    batch = program.prepare(ids, [1] * num_tables)
+    simt.take_launches()
+    batch = program.prepare([ids] * len(tables), [offsets] * len(tables))
     program.forward(weights, batch, out)
-    program.update(weights, states, [UpdateRule("rowwise_adagrad", 0.1, 1e-8)] * num_tables, [Segment(batch, grad)])
+    program.update(weights, states, [UpdateRule("rowwise_adagrad", 0.1, 1e-8)] * len(tables), [Segment(batch, grad)])
     counts = simt.take_counts()
     assert counts.copies == counts.synchronizations == 0
-    puts = {1: 3, 26: 4}[num_tables]          # 4 KiB of structs a launch
-    assert counts.launches == puts + 4 + (1 if 9 * num_tables > 256 else 0)
+    launches = simt.take_launches()
+    assert sum(launches.values()) == counts.launches
+    return launches
+
+
+def test_a_step_of_many_tables_takes_twelve_launches_at_most(simt: Simt) -> None:
+    """Keys of four digits, and lookups enough for bags, and rows, that have more than a chunk of them."""
+    tables = [TableSpec(f"t{t}", 1 << (20 if t == 0 else 5), 8, knobs=TableKnobs(coalesce="sort")) for t in range(26)]
+    launches = step(simt, tables, torch.arange(300) % 32, 25)
+    assert launches == {"put_kernel<960>": 1, "put_kernel<8000>": 1, "prepare_kernel": 1,
+                        "bag_forward_kernel<float, 4>": 1, "long_bags_kernel<float>": 1, "lookup_keys_kernel": 1, "radix_pass_kernel": 4,
+                        "coalesced_kernel<float, ApplyRule>": 1, "long_runs_kernel<float, ApplyRule>": 1}
+    assert sum(launches.values()) <= 12
+
+
+def test_a_step_of_small_tables_takes_five(simt: Simt) -> None:
+    launches = step(simt, [TableSpec(f"t{t}", 40, 8) for t in range(3)], torch.arange(9), 2)
+    assert launches == {"put_kernel<960>": 2, "prepare_kernel": 1, "bag_forward_kernel<float, 4>": 1, "dense_rows_kernel<float>": 1}
+
+
+@pytest.mark.parametrize(("key_bits", "passes"), [(1, 1), (8, 1), (9, 2), (29, 4), (32, 4)])
+def test_a_digit_of_eight_bits_is_one_launch(simt: Simt, key_bits: int, passes: int) -> None:
+    """What a sort by itself takes: zeroed counts, counted digits, and a pass a digit."""
+    ids, distinct, slots, count = np.array([5, 0, 5], np.int64), np.zeros(3, np.int64), np.zeros(3, np.int32), np.zeros(1, np.int64)
+    space = np.empty(simt.module.dedup_workspace_bytes(3), np.uint8)
+    simt.take_launches()
+    simt.module.dedup(ids.ctypes.data, 3, True, (1 << key_bits) - 1, distinct.ctypes.data, slots.ctypes.data, count.ctypes.data,
+                      space.ctypes.data, space.nbytes, 0)
+    launches = simt.take_launches()
+    assert (launches["put_kernel<960>"], launches["count_digits_kernel"], launches["radix_pass_kernel"]) == (1, 1, passes)

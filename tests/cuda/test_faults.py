@@ -95,9 +95,8 @@ def test_a_program_goes_on_after_a_fault_was_raised(simt: Simt) -> None:
 
 def test_a_workspace_that_is_too_small_is_refused(simt: Simt) -> None:
     device = Device(simt)
-    batch = device.prepare(GOOD, torch.tensor([0, 3]))
-    out = torch.empty(2, 4)
+    batch, grad = device.prepare(GOOD, torch.tensor([0, 3])), torch.ones(2, 4)
     with pytest.raises(ValueError, match=r"a workspace of \d+ bytes is needed; got 16"):
-        device.raw.forward([TABLE.data_ptr()], batch, [(out.data_ptr(), 4)], out.data_ptr(), 16, 0)
+        device.raw.update([TABLE.data_ptr()], [(0, 0)], SGD, [(batch, [(grad.data_ptr(), 4)], None)], grad.data_ptr(), 16, 0)
 
 

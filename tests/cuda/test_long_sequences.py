@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from sparselift.kernels.base import FeatureSpec, Segment, TableSpec, UpdateRule
+from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
 from sparselift.kernels.cuda import KernelShape
 from tests.contract.naive import Case, integers, lookup_grads, pooled, random_grads, row_sums, updated
 from tests.simt.module import Simt
 
 CHUNK = 32
 SHAPE = KernelShape(chunk_lookups=CHUNK)
+SORTED, DENSE = TableKnobs(coalesce="sort"), TableKnobs(coalesce="dense")
 # Around one chunk and several, beside empty and short bags.
 LENGTHS = [0, 3, CHUNK - 1, CHUNK, CHUNK + 1, 1, 2 * CHUNK, 0, 5 * CHUNK + 7, 2 * CHUNK + 1, 9]
 
 
-def long_case(dim: int, *, pooling: str = "sum", padding: bool = False, weighted: bool = False, hot: bool = False) -> Case:
+def long_case(dim: int, *, pooling: str = "sum", padding: bool = False, weighted: bool = False, hot: bool = False,
+              knobs: TableKnobs = SORTED) -> Case:
     """Bags of LENGTHS (of a power of two ids that count, if mean). `hot`: most ids are one of three rows."""
     rng = np.random.default_rng(dim)
     lengths = [64, 0, 32, 1, 256, 2, 128, 64] if pooling == "mean" else LENGTHS
@@ -28,13 +30,13 @@ def long_case(dim: int, *, pooling: str = "sum", padding: bool = False, weighted
         ids[ids == 5] = 6
     spec = FeatureSpec("f", 0, pooling, padding_idx=5 if padding else None, weighted=weighted)
     weights = [integers(rng, (len(ids),), 2)] if weighted else [None]
-    return Case([TableSpec("t0", 11, dim)], [spec], [integers(rng, (11, dim))], [torch.from_numpy(ids)],
+    return Case([TableSpec("t0", 11, dim, knobs=knobs)], [spec], [integers(rng, (11, dim))], [torch.from_numpy(ids)],
                 [torch.from_numpy(np.cumsum([0, *lengths[:-1]]))], weights)
 
 
 @pytest.mark.parametrize("dim", [1, 4, 17, 64, 300, 1000])
 @pytest.mark.parametrize("options", [{}, {"pooling": "mean"}, {"padding": True}, {"pooling": "mean", "padding": True}, {"weighted": True},
-                                     {"weighted": True, "padding": True}], ids=str)
+                                     {"weighted": True, "padding": True}, {"pooling": "max"}, {"pooling": "max", "padding": True}], ids=str)
 def test_long_bags(simt: Simt, dim: int, options: dict) -> None:
     case = long_case(dim, **options)
     program = case.compile(simt.backend(SHAPE))
@@ -70,8 +72,9 @@ def test_a_long_bag_has_the_same_bits_wherever_it_lies(simt: Simt) -> None:
 @pytest.mark.parametrize("rule", [UpdateRule("sgd", lr=0.5), UpdateRule("adagrad", lr=0.5, eps=0.25),
                                   UpdateRule("rowwise_adagrad", lr=0.5, eps=0.25, weight_decay=0.5)], ids=lambda rule: rule.kind)
 @pytest.mark.parametrize("dim", [1, 3, 16, 64, 300, 1000])
-def test_rows_of_many_lookups(simt: Simt, dim: int, rule: UpdateRule) -> None:
-    case = long_case(dim, hot=True)
+@pytest.mark.parametrize("knobs", [SORTED, DENSE], ids=lambda knobs: knobs.coalesce)
+def test_rows_of_many_lookups(simt: Simt, dim: int, rule: UpdateRule, knobs: TableKnobs) -> None:
+    case = long_case(dim, hot=True, knobs=knobs)
     program = case.compile(simt.backend(SHAPE))
     batch = case.prepare(program)
     grads = random_grads(case, batch, 5, bound=1)
@@ -88,10 +91,46 @@ def test_rows_of_many_lookups(simt: Simt, dim: int, rule: UpdateRule) -> None:
         assert np.allclose(state.numpy(), want_state, rtol=2e-7, atol=0)
 
 
+@pytest.mark.parametrize("count", [3, 40, 500, 3000])
+def test_dense_sums_have_the_bits_of_sorted_ones(simt: Simt, count: int) -> None:
+    """However many warps share a row: of three rows of 3,000 lookups, all eight."""
+    generator = torch.Generator().manual_seed(count)
+    grad, more = torch.randn(count, 20, generator=generator), torch.randn(7, 20, generator=generator)
+    ids, results = torch.randint(0, 3, (count,), generator=generator), []
+    for knobs in (SORTED, DENSE):
+        features = [FeatureSpec("f", 0, "none"), FeatureSpec("g", 0, weighted=True)]
+        program = simt.backend(SHAPE).compile([TableSpec("t", 3, 20, knobs=knobs)], features)
+        batch = program.prepare([ids, ids[:3]], [1, torch.tensor([0, 0, 2, 3, 3, 3, 3])], [None, torch.tensor([0.3, 0.7, 1.1])])
+        weight, sums = torch.zeros(3, 20), torch.zeros(3)
+        segments = [Segment(batch, [grad, more], [0.7]), Segment(batch, [grad, None])]
+        program.update([weight], [sums], [UpdateRule("rowwise_adagrad", 0.1, 1e-8)], segments)
+        results.append((weight, sums))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+def test_a_long_maximum_is_that_of_a_short_bag(simt: Simt) -> None:
+    """NaNs count where they come first, wherever the bag is cut; so do equal rows."""
+    generator = torch.Generator().manual_seed(4)
+    table = torch.randint(-3, 4, (40, 12), generator=generator).float()
+    table[5], table[7, :6] = torch.nan, torch.nan
+    lengths = [3 * CHUNK + 5, 2 * CHUNK, CHUNK + 1, 4 * CHUNK]
+    ids = torch.randint(0, 40, (sum(lengths),), generator=generator)
+    ids[3 * CHUNK + 5] = 5                                          # the second bag begins with NaNs
+    ids[-4 * CHUNK:-4 * CHUNK + 2 * CHUNK + 3] = 9                  # padding for two pieces, then NaNs
+    ids[-4 * CHUNK + 2 * CHUNK + 3] = 7
+    results = []
+    for backend in (simt.backend(SHAPE), simt.backend()):
+        program = backend.compile([TableSpec("t", 40, 12)], [FeatureSpec("f", 0, "max", padding_idx=9)])
+        batch, out = program.look_up([table], [ids], [torch.tensor([0, *lengths[:-1]]).cumsum(0)])
+        results.append((out, batch.maxima(0)))
+    assert results[0][0].nan_to_num(nan=1e9).equal(results[1][0].nan_to_num(nan=1e9)) and results[0][1].equal(results[1][1])
+    assert results[0][0][1].isnan().all() and results[0][0][3, :6].isnan().all() and not results[0][0][0].isnan().all()
+
+
 def test_a_row_has_the_same_bits_whatever_others_are_updated(simt: Simt) -> None:
     """The pieces of a run are cut from its own beginning."""
     generator = torch.Generator().manual_seed(1)
-    spec = TableSpec("t", 400, 12)
+    spec = TableSpec("t", 400, 12, knobs=SORTED)
     grad = torch.randn(5 * CHUNK + 3, 12, generator=generator)
     results = []
     for others in (0, 1, 31, 70, 200):
@@ -108,7 +147,7 @@ def test_tables_of_any_width_share_an_update(simt: Simt) -> None:
     """A warp's 32 sorted lookups may belong to several tables."""
     rng = np.random.default_rng(3)
     dims = [1, 300, 4, 17, 64, 2]
-    tables = [TableSpec(f"t{t}", 5 + t, dim) for t, dim in enumerate(dims)]
+    tables = [TableSpec(f"t{t}", 5 + t, dim, knobs=DENSE if t == 4 else SORTED) for t, dim in enumerate(dims)]
     case = Case(tables, [FeatureSpec(f"f{t}", t) for t in range(6)], [integers(rng, (t.rows, t.dim)) for t in tables],
                 [torch.from_numpy(rng.integers(0, t.rows, 6 + t.rows)) for t in tables], [torch.arange(0, 6 + t.rows, 3) for t in tables],
                 [None] * 6)
@@ -131,7 +170,7 @@ SHAPES = [KernelShape(vector_bytes=4), KernelShape(block_threads=64), KernelShap
 @pytest.mark.parametrize("lengths", ["ragged", "one"])
 def test_no_shape_changes_a_bit(simt: Simt, shape: KernelShape, lengths: str) -> None:
     generator = torch.Generator().manual_seed(2)
-    tables = [TableSpec(f"t{dim}", 30, dim) for dim in (3, 16, 128, 260, 1000)]
+    tables = [TableSpec(f"t{dim}", 30, dim, knobs=SORTED) for dim in (3, 16, 128, 260, 1000)]
     features = [FeatureSpec(f"f{t}", t, weighted=True, padding_idx=2 if t % 2 else None) for t in range(5)]
     weights = [torch.randn(t.rows, t.dim, generator=generator) for t in tables]
     count = 40 if lengths == "ragged" else 11

@@ -1,11 +1,12 @@
-"""Warps use the sectors of global memory that they touch, where rows and gradients are float32."""
+"""Warps use the sectors of global memory that they touch, whatever the elements of a table are."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sparselift.kernels.base import FeatureSpec, Segment, TableSpec, UpdateRule
+from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from sparselift.kernels.interaction import CudaInteraction, InteractionSpec
 from tests.simt.module import Simt
 
 LEAST = 0.95
@@ -19,26 +20,40 @@ def make_bags(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, ROWS, (LOOKUPS,), generator=generator), torch.cat([torch.zeros(2, dtype=torch.int64), inner])
 
 
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256, 512])
-def test_forward(simt: Simt, dim: int) -> None:
-    table, (ids, offsets) = torch.randn(ROWS, dim), make_bags(dim)
-    program = simt.backend().compile([TableSpec("t", ROWS, dim)], [FeatureSpec("f", 0)])
+def test_forward(simt: Simt, dim: int, name: str) -> None:
+    table, (ids, offsets) = torch.randn(ROWS, dim).to(getattr(torch, name)), make_bags(dim)
+    program = simt.backend().compile([TableSpec("t", ROWS, dim, name)], [FeatureSpec("f", 0)])
     traffic = simt.traffic(lambda: program.look_up([table], [ids], [offsets]))
     assert traffic.load_bytes > 0 and traffic.store_bytes == BAGS * dim * 4
     assert traffic.load_efficiency >= LEAST
     assert traffic.store_efficiency >= LEAST
 
 
+@pytest.mark.parametrize("name", ["float32", "float16"])
+@pytest.mark.parametrize("coalesce", ["sort", "dense"])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_update(simt: Simt, dim: int, kind: str) -> None:
-    table, (ids, offsets) = torch.randn(ROWS, dim), make_bags(dim)
+def test_update(simt: Simt, dim: int, kind: str, coalesce: str, name: str) -> None:
+    table, (ids, offsets) = torch.randn(ROWS, dim).to(getattr(torch, name)), make_bags(dim)
     state = {"sgd": None, "adagrad": torch.ones(ROWS, dim), "rowwise_adagrad": torch.ones(ROWS)}[kind]
-    program = simt.backend().compile([TableSpec("t", ROWS, dim)], [FeatureSpec("f", 0)])
+    program = simt.backend().compile([TableSpec("t", ROWS, dim, name, TableKnobs(coalesce))], [FeatureSpec("f", 0)])
     segments = [Segment(program.prepare([ids], [offsets]), torch.randn(BAGS, dim))]
     traffic = simt.traffic(lambda: program.update([table], [state], [UpdateRule(kind, 0.1, 1e-3)], segments))
     touched = len(ids.unique()) * dim
-    assert traffic.store_bytes == touched * (8 if kind == "adagrad" else 4)
+    assert traffic.store_bytes == touched * (table.element_size() + (4 if kind == "adagrad" else 0))
     assert traffic.load_bytes >= traffic.store_bytes
     assert traffic.load_efficiency >= LEAST
     assert traffic.store_efficiency >= LEAST
+
+
+def test_interaction(simt: Simt) -> None:
+    """Vectors and their gradients; the products, a column a lane, are no vector accesses."""
+    spec = InteractionSpec(27, 64)
+    vectors, grad = torch.randn(5, 27 * 64), torch.randn(5, spec.width)
+    kernel, found = CudaInteraction(spec, simt.backend()), torch.empty(5, 27 * 64)
+    forward = simt.traffic(lambda: kernel.forward([vectors], grad))
+    backward = simt.traffic(lambda: kernel.backward([vectors], grad, [found]))
+    assert forward.load_bytes == backward.load_bytes == backward.store_bytes == vectors.nbytes
+    assert forward.load_efficiency == backward.load_efficiency == backward.store_efficiency == 1

@@ -1,4 +1,6 @@
 // What tests steer and count of the emulator, for ctypes.
+#include <string>
+
 #include "simt/machine.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -12,6 +14,15 @@ EXPORTED void simt_take_counts(std::int64_t* launches, std::int64_t* copies, std
     *copies = sparselift::simt::counts.copies;
     *synchronizations = sparselift::simt::counts.synchronizations;
     sparselift::simt::counts = {};
+}
+
+/// A line "name count" for each kernel that this OS thread has launched since the last call; valid until the next one.
+EXPORTED const char* simt_take_launches() {
+    static thread_local std::string text;
+    text.clear();
+    for (const auto& [name, count] : sparselift::simt::launches_by_name) text += name + " " + std::to_string(count) + "\n";
+    sparselift::simt::launches_by_name.clear();
+    return text.c_str();
 }
 
 /// Whether the vector accesses of this OS thread are counted from now on.

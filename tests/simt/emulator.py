@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,12 +38,41 @@ class Program:
         return Result({0: "right", 1: "reported", 2: "wrong"}.get(done.returncode, "died"), text)
 
 
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A slip of the pen in a kernel of csrc/cuda, and the case here that runs the kernel."""
+
+    header: str                    # in csrc/cuda
+    line: str
+    wrong: str
+    source: str                    # beside this file
+    case: str
+
+    def build(self, right: Program, folder: Path) -> Program:
+        """`right`, but for the one file, which is compiled with the wrong header."""
+        shutil.copytree(ROOT / "csrc", folder / "csrc")
+        header = folder / "csrc/cuda" / self.header
+        text = header.read_text()
+        assert text.count(self.line) == 1, f"{self.header} has {text.count(self.line)} times {self.line!r}"
+        header.write_text(text.replace(self.line, self.wrong))
+        options = [option.replace("-Icsrc", f"-I{folder}/csrc") for option in OPTIONS if option not in ("-Werror", "-g", "-O1")]
+        made = folder / f"{self.source}.o"
+        subprocess.run(["g++", "-x", "c++", *options, "-c", ROOT / "tests/simt" / self.source, "-o", made], cwd=ROOT, check=True)
+        others = [path for path in right.path.parent.glob("*.o") if path.name != made.name]
+        subprocess.run(["g++", *others, made, "-o", folder / "cases"], check=True)
+        return Program(folder / "cases")
+
+
+OPTIONS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-DSPARSELIFT_SIMT",
+           "-Icsrc"]
+
+
 def build(folder: Path, *flags: str) -> Program:
-    """The program of cases, from the emulator, the launch helper and the files beside this one."""
-    sources = [*sorted(ROOT.glob("csrc/simt/*.cpp")), ROOT / "csrc/cuda/launch.cu", ROOT / "csrc/api/status.cpp",
+    """The program of cases, from the emulator, what launches here, and the files beside this one."""
+    sources = [*sorted(ROOT.glob("csrc/simt/*.cpp")), *(ROOT / "csrc/cuda" / f"{name}.cu" for name in ("launch", "program")),
+               ROOT / "csrc/api/status.cpp",
                *sorted(ROOT.glob("tests/simt/*.cu")), ROOT / "tests/simt/main.cpp"]
-    options = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-DSPARSELIFT_SIMT",
-               "-Icsrc", *flags]
+    options = [*OPTIONS, *flags]
 
     def compile_one(source: Path) -> Path:
         made = folder / f"{source.name}.o"

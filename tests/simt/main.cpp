@@ -7,8 +7,11 @@
 
 namespace sparselift::cuda {
 
+static const std::vector<Case>* const kCases[] = {&collective_cases, &memory_cases, &fault_cases,  &planted_cases,
+                                                  &dense_cases,      &interaction_cases, &maxima_cases, &sort_cases};
+
 static const Case* find(const char* name) {
-    for (const auto* cases : {&collective_cases, &memory_cases, &fault_cases, &planted_cases})
+    for (const auto* cases : kCases)
         for (const Case& entry : *cases)
             if (std::strcmp(entry.name, name) == 0) return &entry;
     return nullptr;
@@ -24,7 +27,7 @@ static int run(const char* name) {
 }
 
 static void list() {
-    for (const auto* cases : {&collective_cases, &memory_cases, &fault_cases, &planted_cases})
+    for (const auto* cases : kCases)
         for (const Case& entry : *cases) std::printf("%s\n", entry.name);
 }
 

@@ -3,7 +3,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "cuda/sort.h"
 #include "harness.h"
 #include "simt/machine.h"
 
@@ -187,31 +186,6 @@ Outcome dynamic_views() {
     return run_and_compare<dynamic_shared_kernel<kWriters>, int>(2, 64, 320, 64, [](int i) { return 32 + i / 4 % 8 * 4 + 1 + 3; });
 }
 
-bool sorts(int count, int key_bits) {
-    using Key = std::uint64_t;
-    const auto n = static_cast<std::size_t>(count);
-    std::vector<Key> keys(n), sorted(n);
-    std::vector<std::uint32_t> values(n), order(n);
-    for (std::size_t i = 0; i < n; ++i) keys[i] = i * 0x9e3779b97f4a7c15 & ~(i % 3 ? Key{0} : ~Key{0} >> 9);       // some are equal
-    std::iota(values.begin(), values.end(), 0);
-    std::vector<char> workspace(sort_workspace_bytes<Key>(count));
-    const SortPairs<Key> pairs{keys.data(), sorted.data(), values.data(), order.data(), count, key_bits};
-    if (count && sort_pairs(pairs, workspace.data(), workspace.size() - 1, nullptr) != cudaErrorInvalidValue) return false;
-    if (sort_pairs(pairs, workspace.data(), workspace.size(), nullptr) != cudaSuccess) return false;
-    const Key mask = ~Key{0} >> (64 - key_bits);
-    std::stable_sort(values.begin(), values.end(), [&](auto a, auto b) { return (keys[a] & mask) < (keys[b] & mask); });
-    for (std::size_t i = 0; i < n; ++i)
-        if (order[i] != values[i] || sorted[i] != keys[order[i]]) return false;
-    return true;
-}
-
-Outcome sort() {
-    bool right = true;
-    for (int count : {0, 1, 2, 1000})
-        for (int bits : {1, 5, 31, 40, 64}) right = right && sorts(count, bits);
-    return outcome_of(right);
-}
-
 __global__ void half_exits_kernel(int* out) {
     SL_SHARED(int, values, 64);
     const int me = static_cast<int>(threadIdx.x);
@@ -268,7 +242,6 @@ const std::vector<Case> memory_cases = {
     {"dynamic shared", dynamic_views<8>},
     {"dynamic shared race", dynamic_views<16>},
     {"after faults", after_faults},
-    {"sort", sort},
     {"runtime", runtime},
 };
 

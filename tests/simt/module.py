@@ -31,9 +31,10 @@ NAME = "_simt"
 SCHEDULES = ("forward", "reverse", "random:7")
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
            "-DSPARSELIFT_SIMT", "-Icsrc")
-SOURCES = (*sorted(ROOT.glob("csrc/simt/*.cpp")), *(path for path in sorted(ROOT.glob("csrc/cuda/*.cu")) if path.name != "sort.cu"),
+SOURCES = (*sorted(ROOT.glob("csrc/simt/*.cpp")), *sorted(ROOT.glob("csrc/cuda/*.cu")),
            ROOT / "csrc/api/status.cpp", ROOT / "tests/simt/control.cpp")
-CYTHON = (ROOT / "sparselift/kernels/_cuda.pyx", *(ROOT / f"sparselift/kernels/{name}.pxd" for name in ("_cuda_abi", "_cpu", "_exchange")))
+CYTHON = tuple(ROOT / "sparselift/kernels" / name
+               for name in ("_cuda.pyx", "_cuda_abi.pxd", "_cpu.pxd", "_exchange.pxd", "_interaction.pxd", "_status.pxd"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,12 @@ class Simt:
         numbers = [ctypes.c_int64() for _ in range(3)]
         self.library.simt_take_counts(*map(ctypes.byref, numbers))
         return Counts(*(number.value for number in numbers))
+
+    def take_launches(self) -> dict[str, int]:
+        """How often each kernel was launched since the last call, by its name with template arguments, as in csrc/cuda/budget.csv."""
+        self.library.simt_take_launches.restype = ctypes.c_char_p
+        lines = self.library.simt_take_launches().decode().splitlines()
+        return {name: int(count) for name, _, count in (line.rpartition(" ") for line in lines)}
 
     def traffic(self, call: Callable[[], object]) -> Traffic:
         """Of the launches that `call` makes."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .emulator import ROOT, SANITIZER_FLAGS, SCHEDULES, Program, build
+from .emulator import ROOT, SANITIZER_FLAGS, SCHEDULES, Mutant, Program, build
 
 LAUNCH = r"grid \d+ x \d+ x \d+, block \d+ x \d+ x \d+, \d+ bytes of shared memory"
 PLACE = r"; tests/simt/\w+\.cu:\d+, block \(\d+,\d+,\d+\), thread \(\d+,\d+,\d+\)$"
@@ -49,6 +49,32 @@ REFUSED = {
     "shared memory past the device's": r"cudaErrorInvalidValue in .*167936 bytes of shared memory",
 }
 WRONG = {"planted off-by-one row", "planted missing tail"}
+
+
+RACE = "race on shared memory"
+TRADE = "trade(select(is_second, low, high));\n            float* to"
+MUTANTS = {
+    "keys ranked before a lane has counted": (
+        Mutant("sort.cuh", "        __syncwarp();\n", "", "kernel_sort.cu", "sort pass"), RACE),
+    "a tile looks back too far": (
+        Mutant("sort.cuh", "if (state & kRunningCount) break;", "", "kernel_sort.cu", "sort pass"), "output"),
+    "digits added up before all are counted": (
+        Mutant("digits.cuh", "flush() const {\n        __syncthreads();", "flush() const {", "kernel_sort.cu", "sort pass"), RACE),
+    "products of a slice that is not there yet": (
+        Mutant("interaction.cuh", "            __syncthreads();\n            if (first == 0)", "            if (first == 0)",
+               "kernel_interaction.cu", "interaction forward"), f"{RACE}|never written"),
+    "a gradient without its mirror image": (
+        Mutant("interaction.cuh", " + product_grad(args, grad, column, row)", "", "kernel_interaction.cu", "interaction backward"),
+        "output"),
+    "pieces written over before they are added": (
+        Mutant("dense.cuh", "                    });\n                __syncthreads();", "                    });",
+               "kernel_dense.cu", "dense rows"), RACE),
+    "a piece that begins with NaN hides the rest": (
+        Mutant("forward.cuh", "column, piece.begin != piece.bag_bounds.begin);", "column, false);", "kernel_maxima.cu", "long maxima"),
+        "output"),
+    "lanes of a pair keep what they should give": (
+        Mutant("vectors.cuh", TRADE, TRADE.replace("low, high", "high, low"), "kernel_maxima.cu", "long maxima"), "output"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +122,15 @@ def test_a_launch_that_cuda_refuses_is_refused(program: Program, case: str) -> N
 @pytest.mark.parametrize("case", sorted(WRONG))
 def test_what_no_rule_forbids_shows_in_the_result(program: Program, case: str, schedule: str) -> None:
     assert program.run(case, schedule).verdict == "wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slip", MUTANTS)
+def test_a_slip_in_a_kernel_is_caught(program: Program, tmp_path: Path, slip: str) -> None:
+    """In the kernels that ship, whose right versions are among the right cases."""
+    mutant, text = MUTANTS[slip]
+    result = mutant.build(program, tmp_path).run(mutant.case, "reverse")
+    assert result.verdict in ("wrong", "reported") and re.search(text, result.text)
 
 
 def test_an_unknown_schedule_is_refused(program: Program) -> None:

@@ -146,6 +146,9 @@ class Spoken:
     def __init__(self, version, handle):
         self.spoken = version, handle
 
+    def __str__(self):
+        return f"spoken {self.spoken}"            # a test's name, which must be the same in every process
+
     def __cuda_stream__(self):
         return self.spoken
 

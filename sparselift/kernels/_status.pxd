@@ -1,0 +1,26 @@
+# What every extension does with statuses of the C ABI, and with memory for the structs that it fills.
+
+from libc.stdlib cimport calloc
+
+from ._cpu cimport SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_OK, sl_error_text, sl_status
+
+
+cdef inline int check(sl_status status) except -1:
+    """Raises MemoryError, ValueError or KernelError, with the text of the call that gave the status."""
+    if status == SL_OK:
+        return 0
+    from sparselift.errors import KernelError
+    text = sl_error_text().decode()
+    if status == SL_NO_MEMORY:
+        raise MemoryError(text)
+    if status == SL_BAD_ARGUMENT:
+        raise ValueError(text)
+    raise KernelError(text)
+
+
+cdef inline void* allocate(size_t count, size_t size) except NULL:
+    """Zeroed memory for `count` structs, to be freed."""
+    cdef void* memory = calloc(count if count > 0 else 1, size)
+    if memory == NULL:
+        raise MemoryError()
+    return memory

@@ -1,0 +1,62 @@
+"""Every kernel that ships, with every choice of its template arguments, has run over the emulator."""
+
+from __future__ import annotations
+
+import csv
+import re
+from itertools import product
+
+import torch
+
+from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from sparselift.kernels.cuda import DTYPES, KernelShape
+from sparselift.kernels.interaction import CudaInteraction, InteractionSpec
+from tests.simt.emulator import ROOT
+from tests.simt.module import Simt
+
+LONG = 40          # more than a chunk
+
+
+def run_bags(simt: Simt, dtype: str, coalesce: str, loads: int) -> None:
+    """Sums and maxima of long bags, an update of rows that are used often, weights' gradients, and gradients handed out."""
+    backend = simt.backend(KernelShape(chunk_lookups=32, loads_in_flight=loads))
+    table = TableSpec("t", 3, 16, dtype, TableKnobs(coalesce))
+    program = backend.compile([table], [FeatureSpec("f", 0, weighted=True), FeatureSpec("g", 0, "max")])
+    weight, ids = torch.ones(3, 16, dtype=getattr(torch, dtype)), torch.zeros(LONG, dtype=torch.int64)
+    batch = program.prepare([ids, ids], [LONG, LONG], [torch.ones(LONG), None])
+    outputs = [torch.empty(1, 16), torch.empty(1, 16)]
+    program.forward([weight], batch, outputs)
+    assert outputs[0].unique().tolist() == [LONG] and outputs[1].unique().tolist() == [1]
+    assert program.weight_grad([weight], batch, 0, torch.ones(1, 16)).unique().tolist() == [16]
+    segments = [Segment(batch, [torch.ones(1, 16), None])]
+    program.update([weight], [None], [UpdateRule("sgd", 0.5)], segments)
+    assert weight[0].unique().tolist() == [1 - LONG / 2]
+    assert program.coalesced_grad(0, segments)[1].unique().tolist() == [LONG]
+    assert program.expanded_grad(0, segments)[1].shape == (LONG, 16)
+    assert batch.indices(0).equal(ids)
+
+
+def run_interaction(simt: Simt) -> None:
+    kernel, vectors, found = CudaInteraction(InteractionSpec(3, 4), simt.backend()), torch.ones(2, 12), torch.empty(2, 12)
+    grad = torch.empty(2, 7)
+    kernel.forward([vectors], grad)
+    kernel.backward([vectors], grad, [found])
+    assert grad.tolist() == [[1] * 4 + [4] * 3] * 2
+
+
+def around_exchanges() -> set[str]:
+    """Kernels that tests of exchanges run."""
+    return set(re.findall(r"launch<&(\w+)", (ROOT / "csrc/cuda/launch_exchange.cu").read_text()))
+
+
+def test_every_instantiation_has_run(emulator: Simt) -> None:
+    emulator.set_schedule("forward")
+    emulator.take_launches()
+    for dtype, (coalesce, loads) in product(DTYPES, [("sort", 4), ("dense", 8)]):
+        run_bags(emulator, dtype, coalesce, loads)
+    run_interaction(emulator)
+    with (ROOT / "csrc/cuda/budget.csv").open(newline="") as file:
+        shipped = {row["name"] for row in csv.DictReader(file)}
+    elsewhere = around_exchanges() | {"count_digits_kernel", "put_kernel"}     # test_backend.py: a sort by itself, both sizes of puts
+    wanted = {name for name in shipped if name.partition("<")[0] not in elsewhere}
+    assert {name for name in emulator.take_launches() if name.partition("<")[0] not in elsewhere} == wanted
