@@ -6,22 +6,10 @@ an instruction set and of threads. Arguments are checked by `exchange.py`; whoev
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-from sparselift.kernels._cpu cimport SL_BAD_ARGUMENT, SL_BAD_OFFSET, SL_OK, sl_error_text, sl_matrix, sl_openmp_runtime, sl_status
-
-from sparselift.errors import ExchangeError, KernelError
+from sparselift.kernels._cpu cimport sl_matrix, sl_openmp_runtime, sl_status
+from sparselift.kernels._status cimport check
 
 sl_openmp_runtime()      # found now, so that a later fork is noticed
-
-
-cdef int check(sl_status status) except -1:
-    if status == SL_OK:
-        return 0
-    text = sl_error_text().decode()
-    if status == SL_BAD_BUFFER:
-        raise ExchangeError(text)
-    if status == SL_BAD_ARGUMENT or status == SL_BAD_OFFSET:
-        raise ValueError(text)
-    raise KernelError(text)
 
 
 def dedup(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t distinct, uintptr_t slots, uintptr_t count, int32_t isa,

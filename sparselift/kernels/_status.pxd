@@ -2,19 +2,22 @@
 
 from libc.stdlib cimport calloc
 
-from ._cpu cimport SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_OK, sl_error_text, sl_status
+from ._cpu cimport SL_BAD_ARGUMENT, SL_BAD_OFFSET, SL_NO_MEMORY, SL_OK, sl_error_text, sl_status
+from ._exchange cimport SL_BAD_BUFFER
 
 
 cdef inline int check(sl_status status) except -1:
-    """Raises MemoryError, ValueError or KernelError, with the text of the call that gave the status."""
+    """Raises MemoryError, ValueError, ExchangeError or KernelError, with the text of the call that gave the status."""
     if status == SL_OK:
         return 0
-    from sparselift.errors import KernelError
+    from sparselift.errors import ExchangeError, KernelError
     text = sl_error_text().decode()
     if status == SL_NO_MEMORY:
         raise MemoryError(text)
-    if status == SL_BAD_ARGUMENT:
+    if status == SL_BAD_ARGUMENT or status == SL_BAD_OFFSET:
         raise ValueError(text)
+    if status == SL_BAD_BUFFER:
+        raise ExchangeError(text)
     raise KernelError(text)
 
 
