@@ -16,7 +16,6 @@
 extern "C" {
 #endif
 
-enum { SL_FLOAT32 = 0, SL_FLOAT16, SL_BFLOAT16, SL_NUM_DTYPES };
 enum { SL_CUDA_STATUS_BYTES = 64 };
 
 typedef struct sl_cuda_program sl_cuda_program;

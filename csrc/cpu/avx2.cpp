@@ -1,4 +1,4 @@
-// The kernels for AVX2 with FMA.
+// The kernels for AVX2 with FMA and F16C.
 #include <immintrin.h>
 
 #include "../api/sparselift_cpu.h"
@@ -41,6 +41,42 @@ inline float sum(Vec x) {
 inline Mask mask_for(int64_t lanes) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(lanes)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
+
+typedef uint16_t Shorts __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(32)));
+inline Words words_of(Shorts x) { return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(x))); }
+inline Shorts shorts_of(Words x) {
+    const __m256i wide = reinterpret_cast<__m256i>(x);
+    return reinterpret_cast<Shorts>(_mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+}
+inline Words truncated(Vec x) { return reinterpret_cast<Words>(_mm256_cvttps_epi32(x)); }
+inline Vec converted(Words x) { return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(x)); }
+/// Which of eight 16-bit lanes a partial access touches: pairs of them are four bytes, which masked instructions take; one may be left over.
+struct ShortMask {
+    __m128i pairs, single;
+    int count;
+};
+inline ShortMask short_mask(Mask mask) {
+    const __m128i lanes = _mm_packs_epi32(_mm256_castsi256_si128(mask), _mm256_extracti128_si256(mask, 1));
+    const __m128i pairs = _mm_cmpeq_epi32(lanes, _mm_set1_epi32(-1));
+    return {pairs, _mm_andnot_si128(pairs, lanes), __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(mask))))};
+}
+inline Shorts load_shorts_part(const void* p, Mask mask) {
+    const ShortMask part = short_mask(mask);
+    __m128i x = _mm_maskload_epi32(static_cast<const int*>(p), part.pairs);
+    if (part.count % 2) {
+        const __m128i last = _mm_set1_epi16(static_cast<const int16_t*>(p)[part.count - 1]);
+        x = _mm_or_si128(x, _mm_and_si128(part.single, last));
+    }
+    return reinterpret_cast<Shorts>(x);
+}
+inline void store_shorts_part(void* p, Mask mask, Shorts x) {
+    const ShortMask part = short_mask(mask);
+    _mm_maskstore_epi32(static_cast<int*>(p), part.pairs, reinterpret_cast<__m128i>(x));
+    if (part.count % 2) static_cast<uint16_t*>(p)[part.count - 1] = x[part.count - 1];
+}
+inline Vec from_float16(Shorts x) { return _mm256_cvtph_ps(reinterpret_cast<__m128i>(x)); }
+inline Shorts to_float16(Vec x) { return reinterpret_cast<Shorts>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 
 #include "kernel_body.h"
 

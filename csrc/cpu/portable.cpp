@@ -40,13 +40,44 @@ inline Vec sqrt(Vec a) {
     for (int i = 0; i < kWidth; ++i) x[i] = __builtin_sqrtf(a[i]);
     return x;
 }
-typedef int Flags __attribute__((vector_size(16)));
+typedef int32_t Flags __attribute__((vector_size(16)));
 inline Flags greater(Vec a, Vec b) { return a > b; }
 inline Flags same_bits(Vec a, Vec b) { return reinterpret_cast<Flags>(a) == reinterpret_cast<Flags>(b); }
 inline Vec select(Flags flags, Vec a, Vec b) { return flags ? a : b; }
 inline Vec bits(int32_t x) { return reinterpret_cast<Vec>(Flags{x, x, x, x}); }
 inline float sum(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 inline Mask mask_for(int64_t lanes) { return static_cast<Mask>(lanes); }
+
+typedef uint16_t Shorts __attribute__((vector_size(8)));
+typedef uint32_t Words __attribute__((vector_size(16)));
+inline Words words_of(Shorts x) { return __builtin_convertvector(x, Words); }
+inline Shorts shorts_of(Words x) { return __builtin_convertvector(x, Shorts); }
+inline Words truncated(Vec x) { return reinterpret_cast<Words>(__builtin_convertvector(x, Flags)); }
+inline Vec converted(Words x) { return __builtin_convertvector(reinterpret_cast<Flags>(x), Vec); }
+inline Shorts load_shorts_part(const void* p, Mask lanes) {
+    Shorts x = {0, 0, 0, 0};
+    for (int i = 0; i < lanes; ++i) x[i] = static_cast<const uint16_t*>(p)[i];
+    return x;
+}
+inline void store_shorts_part(void* p, Mask lanes, Shorts x) {
+    for (int i = 0; i < lanes; ++i) static_cast<uint16_t*>(p)[i] = x[i];
+}
+/// The exponent of a float is 112 more. A number below 2^-14 has no leading 1: as a float with one it is 2^-14 too large.
+inline Vec from_float16(Shorts x) {
+    const Flags wide = reinterpret_cast<Flags>(words_of(x)), size = (wide & 0x7fff) << 13;
+    const Flags small = reinterpret_cast<Flags>(reinterpret_cast<Vec>(size + (113 << 23)) - 0x1p-14f);
+    const Flags exponent = size < 0x400 << 13 ? small : size + (112 << 23);
+    return reinterpret_cast<Vec>((size >= 0x7c00 << 13 ? size | 0x7f800000 : exponent) | (wide & 0x8000) << 16);
+}
+/// Nearest, ties to even. The spacing of floats from 0.5 on is that of numbers below 2^-14, so a sum with 0.5 rounds to one of these.
+inline Shorts to_float16(Vec x) {
+    const Flags bits = reinterpret_cast<Flags>(x), size = bits & 0x7fffffff;
+    const Flags small = reinterpret_cast<Flags>(reinterpret_cast<Vec>(size) + 0.5f) - 0x3f000000;
+    const Flags normal = (size - (112 << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
+    const Flags finite = size < 113 << 23 ? small : normal;
+    const Flags beyond = size > 0x7f800000 ? Flags{0x7e00, 0x7e00, 0x7e00, 0x7e00} : Flags{0x7c00, 0x7c00, 0x7c00, 0x7c00};
+    return shorts_of(reinterpret_cast<Words>((size >= 0x47800000 ? beyond : finite) | ((bits >> 16) & 0x8000)));
+}
 
 #include "kernel_body.h"
 

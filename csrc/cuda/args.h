@@ -124,7 +124,7 @@ struct TableUpdate {
     void* weights;
     sl_state state;
     sl_rule rule;
-    int32_t dtype;
+    int32_t variant;           // of the kernels that take it: the dtype, and SL_NUM_DTYPES more where the rule rounds by chance
 };
 
 /// Lookups sorted by (table, row), and what it takes to sum the gradients of each row.

@@ -144,14 +144,14 @@ RunArgs run_args(const UpdatePlan& plan, const Workspace& space, int32_t chunk, 
     return args;
 }
 
-/// The rows of tables of one dtype, those with long runs last.
+/// The rows of tables of one variant, those with long runs last.
 template <typename Weight, typename Finish>
-sl_status launch_runs(const RunArgs& args, int64_t cells, int32_t dtype, const Finish& finish, cudaStream_t stream) {
+sl_status launch_runs(const RunArgs& args, int64_t cells, int32_t variant, const Finish& finish, cudaStream_t stream) {
     constexpr int64_t kWarps = kRunThreads / kWarp;
     const auto blocks = static_cast<unsigned>(divide_up(divide_up(args.count, kWarp), kWarps));
-    SL_TRY((launch<&coalesced_kernel<Weight, Finish>>(blocks, kRunThreads, 0, stream, args, dtype, finish)));
+    SL_TRY((launch<&coalesced_kernel<Weight, Finish>>(blocks, kRunThreads, 0, stream, args, variant, finish)));
     if (args.count <= args.chunk) return SL_OK;
-    return launch<&long_runs_kernel<Weight, Finish>>(static_cast<unsigned>(divide_up(cells, kWarps)), kRunThreads, 0, stream, args, dtype, finish);
+    return launch<&long_runs_kernel<Weight, Finish>>(static_cast<unsigned>(divide_up(cells, kWarps)), kRunThreads, 0, stream, args, variant, finish);
 }
 
 sl_status plan_update(const sl_cuda_program& program, const sl_cuda_weights* tables, const sl_rule* rules, const sl_cuda_segment* segments,
@@ -160,7 +160,7 @@ sl_status plan_update(const sl_cuda_program& program, const sl_cuda_weights* tab
         const sl_cuda_table& table = program.tables[t];
         TableUpdate update{};
         update.rule = rules[t];
-        update.dtype = table.dtype;
+        update.variant = table.dtype + (rules[t].stochastic ? SL_NUM_DTYPES : 0);
         update.weights = const_cast<void*>(tables[t].data);
         update.state = tables[t].state;
         const bool in_vectors = program.shape.vector_bytes == 16 && are_in_vectors(tables[t].data, table.dim, table.dtype);
@@ -178,7 +178,7 @@ sl_status plan_gradient(const sl_cuda_program& program, int64_t table, const flo
                         int64_t num_segments, UpdatePlan& plan) {
     const sl_cuda_table& spec = program.tables[static_cast<size_t>(table)];
     TableUpdate update{};
-    update.dtype = SL_FLOAT32;
+    update.variant = SL_FLOAT32;
     const bool in_fours = are_in_fours(grads, spec.dim, spec.dim);
     update.columns = columns_of(spec.dim, SL_FLOAT32, in_fours, in_fours, kUpdateColumns);
     plan.tables.push_back(update);
@@ -233,11 +233,15 @@ extern "C" sl_status sl_cuda_update(const sl_cuda_program* program, const sl_cud
         SL_TRY(make_keys(plan, space, chunk, stream));
         SL_TRY(sort_keys(plan, space, stream));
         const RunArgs args = run_args(plan, space, chunk, true, static_cast<const Status*>(context->status));
-        for (int32_t dtype = 0; dtype < SL_NUM_DTYPES; ++dtype) {
-            const auto has_dtype = [&](const Source& source) { return plan.tables[static_cast<size_t>(source.table)].dtype == dtype; };
-            if (std::none_of(plan.sources.begin(), plan.sources.end(), has_dtype)) continue;
-            SL_TRY(visit_dtype(dtype, [&](auto element) {
-                return launch_runs<decltype(element)>(args, space.cells, dtype, ApplyRule{}, stream);
+        for (int32_t variant = 0; variant < 2 * SL_NUM_DTYPES; ++variant) {
+            const auto has_variant = [&](const Source& source) { return plan.tables[static_cast<size_t>(source.table)].variant == variant; };
+            if (std::none_of(plan.sources.begin(), plan.sources.end(), has_variant)) continue;
+            SL_TRY(visit_dtype(variant % SL_NUM_DTYPES, [&](auto element) {
+                using Weight = decltype(element);
+                if constexpr (sizeof(Weight) == 2) {
+                    if (variant >= SL_NUM_DTYPES) return launch_runs<Weight>(args, space.cells, variant, ApplyRuleByChance{}, stream);
+                }
+                return launch_runs<Weight>(args, space.cells, variant, ApplyRule{}, stream);
             }));
         }
         return SL_OK;

@@ -24,7 +24,19 @@ from torch import Tensor
 from sparselift.arrays import as_array
 from sparselift.errors import KernelError
 
-from .base import POOLINGS, UPDATE_RULES, BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, State, TableSpec, UpdateRule
+from .base import (
+    POOLINGS,
+    UPDATE_RULES,
+    WEIGHT_DTYPES,
+    BagProgram,
+    FeatureSpec,
+    IndexBatch,
+    KernelBackend,
+    Segment,
+    State,
+    TableSpec,
+    UpdateRule,
+)
 from .checks import (
     INDEX_DTYPES,
     check_bag_length,
@@ -44,7 +56,6 @@ from .checks import (
     offset_error,
 )
 
-DTYPES = ("float32", "float16", "bfloat16")
 CUDA_MODULE = "sparselift.kernels._cuda"
 
 
@@ -120,7 +131,7 @@ class CudaProgram(BagProgram):
         self._status = self.empty((backend.extension.STATUS_BYTES,), torch.uint8)
         with self._current_device():
             self.raw = backend.extension.Program(
-                [(table.rows, table.dim, DTYPES.index(table.dtype)) for table in tables],
+                [(table.rows, table.dim, WEIGHT_DTYPES.index(table.dtype)) for table in tables],
                 [(f.table, POOLINGS.index(f.pooling), f.weighted, f.include_last_offset, -1 if f.padding_idx is None else f.padding_idx)
                  for f in features],
                 dataclasses.asdict(backend.shape), self._status.data_ptr(), self.stream())
@@ -248,7 +259,8 @@ class CudaProgram(BagProgram):
         kept: list[Tensor] = []
         read = self._read_segments(segments, kept)
         given = [None if rule is None else (1 + UPDATE_RULES.index(rule.kind), rule.maximize, rule.lr, rule.eps, rule.weight_decay,
-                                            *(1 - beta for beta in rule.betas)) for rule in rules]
+                                            *(1 - beta for beta in rule.betas), rule.noise_key is not None, rule.noise_key or 0)
+                 for rule in rules]
         weights = [0 if tensor is None or rule is None else tensor.data_ptr() for tensor, rule in zip(tables, rules)]
         with self._turn():
             space = self._space(self.raw.update_workspace_bytes(given, read))
@@ -299,7 +311,6 @@ class CudaBackend(KernelBackend):
 
     name = "cuda"
     coalesce_methods = ("chain", "sort")
-    weight_dtypes = DTYPES
 
     def __init__(self, device: str | torch.device = "cuda", shape: KernelShape = KernelShape(), module: str = CUDA_MODULE) -> None:
         self.shape, self._module = shape, module
@@ -314,7 +325,7 @@ class CudaBackend(KernelBackend):
         return CudaBackend, (self.device, self.shape, self._module)
 
     def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> CudaProgram:
-        check_specs(tables, features, weight_dtypes=self.weight_dtypes)
+        check_specs(tables, features)
         for table in tables:
             if table.knobs.coalesce not in self.coalesce_methods:
                 raise ValueError(f"table {table.name!r}: coalesce must be one of {', '.join(self.coalesce_methods)} on CUDA, where lookups "
