@@ -42,10 +42,12 @@ struct Case {
     int32_t dedup = 0;
     int32_t coalesce = SL_COALESCE_CHAIN;
     int32_t rule = SL_RULE_ABSENT;
+    int32_t dtype = SL_FLOAT32;
+    int32_t stochastic = 0;
 };
 
 /// A program of one table and one feature, a batch, and every array that a kernel reads or writes. Pooled outputs and their
-/// gradients are half the columns of a wider matrix, as in a group of features.
+/// gradients are half the columns of a wider matrix, as in a group of features. Weights of 16 bits are halves of these floats.
 struct Setting {
     const Case& kernel;
     int64_t dim;
@@ -87,6 +89,7 @@ struct Setting {
         spec.coalesce = kernel.coalesce;
         spec.prefetch = kPrefetch;
         spec.dedup = kernel.dedup;
+        spec.dtype = kernel.dtype;
         sl_feature feature{};
         feature.pooling = kernel.pooling;
         feature.weighted = kernel.weighted;
@@ -121,7 +124,7 @@ void prepare_ahead(Setting& s) {
 
 void forward(Setting& s) {
     const sl_matrix output = s.output();
-    const float* table = s.table.get();
+    const void* table = s.table.get();
     check(sl_forward(s.program, &table, s.batch, &output, 1));
 }
 
@@ -143,7 +146,8 @@ void update(Setting& s) {
     rule.eps = 1e-8f;
     rule.first_gain = 0.1f;
     rule.second_gain = 0.001f;
-    float* table = s.table.get();
+    rule.stochastic = s.kernel.stochastic;
+    void* table = s.table.get();
     const sl_state state{s.first.get(), s.second.get()};
     check(sl_update(s.program, &table, &state, &rule, &segment, 1, 1));
 }
@@ -189,6 +193,14 @@ std::vector<Case> cases() {
             if (method.sums || rule.kind == SL_SGD)      // the others need a row's whole gradient
                 all.push_back({std::string("update ") + rule.name + ' ' + method.name, update, SL_SUM, 0, 0, method.method, rule.kind});
     all.push_back({"update rowwise_adagrad ahead", update_ahead, SL_SUM, 0, 0, SL_COALESCE_SORT, SL_ROWWISE_ADAGRAD});
+    const struct { const char* name; int32_t dtype; } halves[] = {{"float16", SL_FLOAT16}, {"bfloat16", SL_BFLOAT16}};
+    for (const auto& half : halves) {
+        const auto named = [&](const char* kernel) { return std::string(kernel) + ' ' + half.name; };
+        all.push_back({named("forward sum"), forward, SL_SUM, 0, 0, SL_COALESCE_CHAIN, SL_RULE_ABSENT, half.dtype});
+        all.push_back({named("update sgd chain"), update, SL_SUM, 0, 0, SL_COALESCE_CHAIN, SL_SGD, half.dtype});
+        all.push_back({named("update sgd chain stochastic"), update, SL_SUM, 0, 0, SL_COALESCE_CHAIN, SL_SGD, half.dtype, 1});
+        all.push_back({named("update rowwise_adagrad sort"), update, SL_SUM, 0, 0, SL_COALESCE_SORT, SL_ROWWISE_ADAGRAD, half.dtype});
+    }
     all.push_back({"update sgd chain of maxima", update, SL_MAX, 0, 0, SL_COALESCE_CHAIN, SL_SGD});
     all.push_back({"coalesced_grad", coalesced_grad});
     all.push_back({"expanded_grad", expanded_grad});

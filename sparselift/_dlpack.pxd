@@ -9,6 +9,7 @@ cdef extern from "api/dlpack_abi.h" nogil:
     int SL_DL_CPU
     int SL_DL_INT
     int SL_DL_FLOAT
+    int SL_DL_BFLOAT
 
     ctypedef struct sl_dl_version:
         uint32_t major
@@ -91,8 +92,9 @@ cdef inline int view_through_python(object tensor, View* view) except -1:
     view.data = <char*><uintptr_t>array.pointer
     view.on_cpu = array.device == "cpu"
     view.ndim = len(array.shape)
-    view.code = {"int32": SL_DL_INT, "int64": SL_DL_INT, "float32": SL_DL_FLOAT}.get(array.dtype, -1)
-    view.bits = 64 if array.dtype == "int64" else 32
+    view.code = {"int32": SL_DL_INT, "int64": SL_DL_INT, "float32": SL_DL_FLOAT, "float16": SL_DL_FLOAT,
+                 "bfloat16": SL_DL_BFLOAT}.get(array.dtype, -1)
+    view.bits = 64 if array.dtype == "int64" else 16 if view.code >= 0 and array.dtype.endswith("16") else 32
     if view.ndim > 2:
         return 0
     view.shape[0] = view.shape[1] = view.strides[0] = view.strides[1] = 0
@@ -118,10 +120,21 @@ cdef inline bint is_float(const View* view):
     return view.code == SL_DL_FLOAT and view.bits == 32
 
 
-cdef inline bint is_matrix(const View* view, int64_t rows, int64_t columns):
-    """(rows, columns) float32 with last stride 1; without rows, strides mean nothing."""
-    return (is_float(view) and view.ndim == 2 and view.shape[0] == rows and view.shape[1] == columns
+cdef inline bint has_plain_rows(const View* view, int64_t rows, int64_t columns):
+    """(rows, columns) with last stride 1; without rows, strides mean nothing."""
+    return (view.ndim == 2 and view.shape[0] == rows and view.shape[1] == columns
             and (view.strides[1] == 1 or columns == 1 or rows == 0))
+
+
+cdef inline bint is_matrix(const View* view, int64_t rows, int64_t columns):
+    """(rows, columns) float32 with last stride 1."""
+    return is_float(view) and has_plain_rows(view, rows, columns)
+
+
+cdef inline bint is_table(const View* view, int32_t code, int32_t bits, int64_t rows, int64_t columns):
+    """(rows, columns) of a dtype of DLPack, contiguous."""
+    return (view.code == code and view.bits == bits and has_plain_rows(view, rows, columns)
+            and (view.strides[0] == columns or rows <= 1))
 
 
 cdef inline bint is_dense(const View* view, int64_t rows, int64_t columns):

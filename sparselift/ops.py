@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, float32
 from torch.autograd import forward_ad
 
+from sparselift.dtypes import torch_dtype
 from sparselift.kernels import get_backend
 from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableSpec, UpdateRule
 
@@ -55,21 +56,34 @@ def watched_operations() -> str:
 class BagLookup:
     """Compiled lookups, one feature a table, as a differentiable function of the tables and the per-sample weights.
 
+    Tables, per-sample weights, results and gradients have one dtype. Where it is float16 or bfloat16, sums are float32, rounded once.
     Any number of threads may call it: a program's calls take turns.
     """
 
-    __slots__ = ("program", "shapes", "width")
+    __slots__ = ("dtype", "program", "shapes", "width")
 
     def __init__(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], backend: str | None = None) -> None:
-        """Raises ValueError for a spec that the backend does not implement, KernelError for a backend that is not built."""
+        """Raises ValueError for a spec that the backend does not implement, and for tables of several dtypes; KernelError for a backend
+        that is not built.
+        """
+        if len(dtypes := dict.fromkeys(table.dtype for table in tables)) > 1:
+            raise ValueError(f"tables are {' and '.join(dtypes)}, and one call gives one dtype")
         self.program: BagProgram = get_backend(backend or BACKEND).compile(tables, features)
+        self.dtype = torch_dtype(next(iter(dtypes), "float32"))
         self.shapes = tuple((table.rows, table.dim) for table in tables)
         self.width = sum(table.dim for table in tables)
 
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
                 sample_weights: Sequence[Tensor | None] | None = None) -> IndexBatch:
         """Validate one batch; see BagProgram.prepare."""
-        return self.program.prepare(indices, offsets, sample_weights)
+        return self.program.prepare(indices, offsets, sample_weights if self.dtype is float32 else self._widened(sample_weights))
+
+    def _widened(self, sample_weights: Sequence[Tensor | None] | None) -> Sequence[Tensor | None] | None:
+        """Per-sample weights as the kernels take them. Raises TypeError for those of another dtype than the tables'."""
+        for each in sample_weights or ():
+            if each is not None and each.dtype is not self.dtype:
+                raise TypeError(f"per-sample weights must have the weight's dtype {self.dtype}; got {each.dtype}")
+        return sample_weights and [each if each is None else each.float() for each in sample_weights]
 
     def __call__(self, tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int], sparse: bool,
                  sample_weights: Tensor | None = None) -> Tensor:
@@ -77,7 +91,7 @@ class BagLookup:
 
         Parameters
         ----------
-        tables          (R, D) contiguous float32, a table
+        tables          (R, D) contiguous, a table
         indices         (K,), a feature; like `offsets`, see BagProgram.prepare
         sparse          tables get torch.sparse_coo gradients, uncoalesced, a row a lookup; else dense ones
         sample_weights  (sum of K,), all features' in one tensor: its gradient flows here
@@ -91,28 +105,46 @@ class BagLookup:
     def run(self, tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int],
             sample_weights: Tensor | None = None) -> tuple[IndexBatch, Tensor]:
         """The lookups alone, outside autograd, and the batch for their gradients."""
+        if self.dtype is not float32:
+            parts = self._widened(split_sample_weights(sample_weights, indices))
+            batch, out = self.program.look_up(tables, indices, offsets, parts)
+            return batch, out.to(self.dtype)
         if sample_weights is None:
             return self.program.look_up(tables, indices, offsets)
         return self.program.look_up(tables, indices, offsets, split_sample_weights(sample_weights, indices))
 
     def table_grads(self, batch: IndexBatch, grad: Tensor, wanted: Sequence[bool], sparse: bool) -> list[Tensor | None]:
-        """The gradient of every wanted table, of which there is one. `grad` is (B, width), last stride 1."""
+        """The gradient of every wanted table, of which there is one. `grad` is (B, width), last stride 1.
+
+        A sparse one has a row a lookup; where rows are rounded, a row a distinct id, since a sum is rounded once.
+        """
+        if self.dtype is not float32:
+            grad = grad.float()
+            if sparse:
+                return [self._rounded_grad(table, batch, grad) if want else None for table, want in enumerate(wanted)]
         if sparse and len(wanted) == 1:
             return [_sparse(*self.program.lookup_grads(0, batch, grad), self.shapes[0])]
         if sparse:
             return [_sparse(*self.program.lookup_grads(table, batch, grad), self.shapes[table]) if want else None
                     for table, want in enumerate(wanted)]
         # A table that wants no gradient still needs a tensor in its place, which no rule touches.
-        sums = [grad.new_zeros(shape) if want else grad.new_empty(shape) for shape, want in zip(self.shapes, wanted)]
+        sums = [grad.new_zeros(shape, dtype=self.dtype) if want else grad.new_empty(shape, dtype=self.dtype)
+                for shape, want in zip(self.shapes, wanted)]
         self.program.update(sums, [None] * len(sums), [_ADD if want else None for want in wanted], (Segment(batch, grad),))
         return [each if want else None for each, want in zip(sums, wanted)]
 
+    def _rounded_grad(self, table: int, batch: IndexBatch, grad: Tensor) -> Tensor:
+        rows, sums = self.program.coalesced_grad(table, (Segment(batch, grad),))
+        return _sparse(rows[None], sums.to(self.dtype), self.shapes[table])
+
     def sample_weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, grad: Tensor) -> Tensor:
         """(sum of K,) gradient of the per-sample weights. `grad` is (B, width), last stride 1."""
-        if len(tables) == 1:
-            return self.program.weight_grad(tables, batch, 0, grad)
-        blocks = grad.split([dim for _, dim in self.shapes], 1)
-        return torch.cat([self.program.weight_grad(tables, batch, feature, block) for feature, block in enumerate(blocks)])
+        if self.dtype is not float32:
+            grad = grad.float()
+        blocks = (grad,) if len(tables) == 1 else grad.split([dim for _, dim in self.shapes], 1)
+        grads = [self.program.weight_grad(tables, batch, feature, block) for feature, block in enumerate(blocks)]
+        found = grads[0] if len(grads) == 1 else torch.cat(grads)
+        return found if self.dtype is float32 else found.to(self.dtype)
 
 
 def split_sample_weights(sample_weights: Tensor | None, indices: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
@@ -163,8 +195,11 @@ _Lookup._backward_cls.apply = _Lookup.backward  # type: ignore[attr-defined]
 
 def _grads_in_torch(ctx: Any, batch: IndexBatch, grad: Tensor) -> list[Tensor | None]:
     """The gradient of the per-sample weights, then the tables', in operations that torch can see, transform and differentiate again."""
-    program, (by_weights, *by_table) = ctx.lookup.program, ctx.needs_input_grad[4:]
+    program, dtype, (by_weights, *by_table) = ctx.lookup.program, ctx.lookup.dtype, ctx.needs_input_grad[4:]
     sample_weights, *tables = ctx.saved_tensors or (None,)
+    if dtype is not float32:
+        grad, tables = grad.float(), [table.float() for table in tables]
+        sample_weights = None if sample_weights is None else sample_weights.float()
     factors: Sequence[Tensor] = () if sample_weights is None else sample_weights.split(batch.num_lookups)
     weight_grads, table_grads, column = [], [], 0
     for feature, (spec, table) in enumerate(zip(program.features, program.tables)):
@@ -174,8 +209,8 @@ def _grads_in_torch(ctx: Any, batch: IndexBatch, grad: Tensor) -> list[Tensor | 
                               maxima=batch.maxima(feature) if spec.pooling == "max" else None)
         column += table.dim
         weight_grads.append(placed.sample_weight_grad)
-        table_grads.append(_place(placed.ids, placed.rows, (table.rows, table.dim), ctx.sparse) if by_table[feature] else None)
-    return [torch.cat([each for each in weight_grads if each is not None]) if by_weights else None, *table_grads]
+        table_grads.append(_place(placed.ids, placed.rows, (table.rows, table.dim), ctx.sparse, dtype) if by_table[feature] else None)
+    return [torch.cat([each for each in weight_grads if each is not None]).to(dtype) if by_weights else None, *table_grads]
 
 
 class LookupGrads(NamedTuple):
@@ -221,10 +256,13 @@ def _bag_of_each_id(offsets: Tensor) -> Tensor:
     return torch.repeat_interleave(offsets.diff())
 
 
-def _place(ids: Tensor, rows: Tensor, shape: tuple[int, int], sparse: bool) -> Tensor:
-    if sparse:
-        return _sparse(ids[None], rows, shape)
-    return rows.new_zeros(shape).index_add(0, ids, rows)
+def _place(ids: Tensor, rows: Tensor, shape: tuple[int, int], sparse: bool, dtype: torch.dtype) -> Tensor:
+    if not sparse:
+        return rows.new_zeros(shape).index_add(0, ids, rows).to(dtype)
+    if dtype is not rows.dtype:
+        ids, positions = torch.unique(ids, return_inverse=True)
+        rows = rows.new_zeros(len(ids), shape[1]).index_add(0, positions, rows).to(dtype)
+    return _sparse(ids[None], rows, shape)
 
 
 def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:

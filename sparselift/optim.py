@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparselift.ir import OptimizerInfo
 from sparselift.kernels.base import State, UpdateRule, state_shapes
+from sparselift.kernels.noise import chance, noise_key, round_by_chance
 from sparselift.rules import Rule
 
 
@@ -30,18 +31,25 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     lr                         learning rate, >= 0
     initial_accumulator_value  start of every row's sum, >= 0
     eps                        added to the square root, >= 0
+    rounding_seed              None: everything is of the parameter's dtype. A number: what float16 and bfloat16 parameters become is
+                               computed in float32, and rounded by chance to one of the two neighbours so that the mean is the number
+                               itself: steps too small for the dtype add up. A weight is off by less than one spacing a step
 
-    State: `sum`, (rows,) of the parameter's dtype; `step`, 0-d float32, as in torch.optim.Adagrad.
+    Chance is drawn from rounding_seed, the position of the parameter in the optimizer, its step, row and column: `state_dict` holds all
+    that it takes to go on with the same bits.
+
+    State: `sum`, (rows,) of the parameter's dtype, float32 where it is rounded by chance; `step`, 0-d float32, as in torch.optim.Adagrad.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0,
-                 initial_accumulator_value: float = 0.0, *, maximize: bool = False) -> None:
+                 initial_accumulator_value: float = 0.0, *, maximize: bool = False, rounding_seed: int | None = None) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay),
                             ("initial_accumulator_value", initial_accumulator_value)):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0; got {value}")
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay,
-                                  "initial_accumulator_value": initial_accumulator_value, "maximize": maximize})
+                                  "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
+                                  "rounding_seed": rounding_seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, now or later. Raises ValueError for a parameter that is not 2-D."""
@@ -54,8 +62,21 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for weight in group["params"]:
             self.state[weight] = {
                 "step": torch.tensor(0.0),
-                "sum": weight.new_full((len(weight),), group["initial_accumulator_value"], requires_grad=False),
+                "sum": weight.new_full((len(weight),), group["initial_accumulator_value"], dtype=_sum_dtype(weight, group),
+                                       requires_grad=False),
             }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would make the sums of the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        saved = (state_dict["state"].get(number, {}) for group in state_dict["param_groups"] for number in group["params"])
+        for state, (group, weight) in zip(saved, self._parameters()):
+            if "sum" in state:
+                self.state[weight]["sum"] = state["sum"].to(weight.device, _sum_dtype(weight, group), copy=True)
+
+    def _parameters(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Each with its group, in the order of state_dict."""
+        return ((group, weight) for group in self.param_groups for weight in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -63,18 +84,30 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    _rowwise_adagrad(weight, weight.grad, self.state[weight]["sum"], group)
-                    self.state[weight]["step"] += 1
+        for position, (group, weight) in enumerate(self._parameters()):
+            if weight.grad is not None:
+                state = self.state[weight]
+                key = noise_key(group["rounding_seed"], position, int(state["step"])) if _is_rounded(weight, group) else None
+                _rowwise_adagrad(weight, weight.grad, state["sum"], group, key)
+                state["step"] += 1
         return loss
 
 
-def _rowwise_adagrad(weight: Tensor, grad: Tensor, row_sum: Tensor, group: dict[str, Any]) -> None:
+def _is_rounded(weight: Tensor, group: dict[str, Any]) -> bool:
+    """Whether a parameter is rounded by chance."""
+    return group["rounding_seed"] is not None and weight.dtype in (torch.float16, torch.bfloat16)
+
+
+def _sum_dtype(weight: Tensor, group: dict[str, Any]) -> torch.dtype:
+    return torch.float32 if _is_rounded(weight, group) else weight.dtype
+
+
+def _rowwise_adagrad(weight: Tensor, grad: Tensor, row_sum: Tensor, group: dict[str, Any], key: int | None) -> None:
     if not weight.numel():
         return                                                      # the mean over no columns would be NaN
     rows: Tensor | slice = slice(None)
+    if key is not None:
+        grad = grad.float()
     if grad.is_sparse:
         if grad.sparse_dim() != 1:
             raise ValueError(f"RowWiseAdagrad takes gradients that are sparse in rows alone; got {grad.sparse_dim()} sparse dimensions")
@@ -87,7 +120,11 @@ def _rowwise_adagrad(weight: Tensor, grad: Tensor, row_sum: Tensor, group: dict[
     new_sum = row_sum[rows] + grad.square().mean(1)                 # (U,)
     row_sum[rows] = new_sum
     change = grad * (-group["lr"] / (new_sum.sqrt() + group["eps"]))[:, None]
-    if isinstance(rows, slice):
+    if key is not None:
+        numbers = torch.arange(len(weight)) if isinstance(rows, slice) else rows.cpu()
+        random = chance(key, numbers, weight.shape[1]).to(weight.device)
+        weight[rows] = round_by_chance(weight[rows] + change, random, weight.dtype).to(weight.dtype)
+    elif isinstance(rows, slice):
         weight.add_(change)
     else:
         weight.index_add_(0, rows, change)

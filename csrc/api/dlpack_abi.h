@@ -6,7 +6,7 @@
 
 #define SL_DLPACK_MAJOR 1
 enum { SL_DL_CPU = 1 };
-enum { SL_DL_INT = 0, SL_DL_FLOAT = 2 };
+enum { SL_DL_INT = 0, SL_DL_FLOAT = 2, SL_DL_BFLOAT = 4 };
 
 typedef struct {
     uint32_t major;

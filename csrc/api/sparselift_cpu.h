@@ -17,6 +17,7 @@ extern "C" {
 typedef int32_t sl_status;
 
 enum { SL_OK = 0, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UNSUPPORTED, SL_DEVICE_ERROR };
+enum { SL_FLOAT32 = 0, SL_FLOAT16, SL_BFLOAT16, SL_NUM_DTYPES };      /* of a table's weights */
 enum { SL_SUM = 0, SL_MEAN, SL_NONE, SL_MAX };
 enum { SL_COALESCE_CHAIN = 0, SL_COALESCE_NONE, SL_COALESCE_SORT, SL_COALESCE_DENSE };
 enum { SL_PARTITION_BAG = 0, SL_PARTITION_TABLE };
@@ -35,6 +36,7 @@ typedef struct {
     int32_t prefetch;      /* rows ahead of use; 0: off */
     int32_t dedup;
     int32_t stores;        /* how outputs in whole, aligned cache lines are written */
+    int32_t dtype;
 } sl_table;
 
 typedef struct {
@@ -82,6 +84,8 @@ typedef struct {
     float weight_decay;
     float first_gain;      /* Adam: 1 - beta1, 1 - beta2 */
     float second_gain;
+    int32_t stochastic;    /* weights of 16 bits are rounded up or down by chance, not to the nearest */
+    uint64_t noise_key;    /* what chance is drawn from, with the row and the column: see sparselift/kernels/noise.py */
 } sl_rule;
 
 /* What a rule keeps of a table: Adagrad's sums, (R, D); row-wise Adagrad's, (R,); Adam's first and second moments, (R, D) each. */
@@ -130,15 +134,15 @@ void sl_batch_offsets(const sl_batch* batch, int64_t feature, int64_t* offsets);
 void sl_batch_maxima(const sl_batch* batch, int64_t feature, int64_t* positions);
 
 /* Pooled rows into F outputs (B, D). Features with SL_MAX note in the batch where their maxima came from, for the gradients below. */
-sl_status sl_forward(sl_program* program, const float* const* tables, const sl_batch* batch, const sl_matrix* outputs,
+sl_status sl_forward(sl_program* program, const void* const* tables, const sl_batch* batch, const sl_matrix* outputs,
                      int32_t threads);
 
 /* out[k] = <grad[bag of k], table[id of k]>, 0 for padding. */
-sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad, float* out,
+sl_status sl_weight_grad(sl_program* program, const void* table, const sl_batch* batch, int64_t feature, sl_matrix grad, float* out,
                          int32_t threads);
 
-/* One step of the rules on every row that the segments touch. */
-sl_status sl_update(sl_program* program, float* const* tables, const sl_state* states, const sl_rule* rules,
+/* One step of the rules on every row that the segments touch. SL_COALESCE_NONE is for SGD on SL_FLOAT32 alone. */
+sl_status sl_update(sl_program* program, void* const* tables, const sl_state* states, const sl_rule* rules,
                     const sl_segment* segments, int64_t num_segments, int32_t threads);
 
 /* How many rows the two functions below write. */

@@ -1,4 +1,4 @@
-// The kernels for AVX2 with FMA.
+// The kernels for AVX2 with FMA and F16C.
 #include <immintrin.h>
 
 #include "../api/sparselift_cpu.h"
@@ -41,6 +41,17 @@ inline float sum(Vec x) {
 inline Mask mask_for(int64_t lanes) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(lanes)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
+
+#include "half_avx2.h"
+
+typedef uint32_t Words __attribute__((vector_size(32)));
+inline Words words_of(Shorts x) { return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(x))); }
+inline Shorts shorts_of(Words x) {
+    const __m256i wide = reinterpret_cast<__m256i>(x);
+    return reinterpret_cast<Shorts>(_mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+}
+inline Words truncated(Vec x) { return reinterpret_cast<Words>(_mm256_cvttps_epi32(x)); }
+inline Vec converted(Words x) { return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(x)); }
 
 #include "kernel_body.h"
 

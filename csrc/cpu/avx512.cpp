@@ -34,6 +34,14 @@ inline Vec bits(int32_t x) { return _mm512_castsi512_ps(_mm512_set1_epi32(x)); }
 inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 inline Mask mask_for(int64_t lanes) { return static_cast<Mask>((1u << lanes) - 1); }
 
+#include "half_avx512.h"
+
+typedef uint32_t Words __attribute__((vector_size(64)));
+inline Words words_of(Shorts x) { return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(x))); }
+inline Shorts shorts_of(Words x) { return reinterpret_cast<Shorts>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x))); }
+inline Words truncated(Vec x) { return reinterpret_cast<Words>(_mm512_cvttps_epi32(x)); }
+inline Vec converted(Words x) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(x)); }
+
 #include "kernel_body.h"
 
 }  // namespace avx512

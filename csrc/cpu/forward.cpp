@@ -41,7 +41,7 @@ void plan(sl_program& program, const sl_batch& batch, int threads) {
         std::stable_sort(tasks.begin(), tasks.end(), [](const ForwardTask& a, const ForwardTask& b) { return a.cost > b.cost; });
 }
 
-ForwardArgs arguments(const sl_table& table, const float* weights, const Lookups& lookups, const sl_matrix& output, bool large) {
+ForwardArgs arguments(const sl_table& table, const void* weights, const Lookups& lookups, const sl_matrix& output, bool large) {
     const bool stream = table.stores == SL_STORES_STREAMED || (table.stores == SL_STORES_AUTO && large);
     const bool whole_lines = (reinterpret_cast<uintptr_t>(output.data) | static_cast<uintptr_t>(output.row_stride * 4) |
                               static_cast<uintptr_t>(table.dim * 4)) % 64 == 0;
@@ -74,8 +74,8 @@ DedupSize dedup_size(const sl_program& program, const sl_batch& batch) {
     return size;
 }
 
-/// Gathers the distinct rows of a table, then pools from the compact copy. Heads are clean again afterwards.
-void forward_deduplicated(sl_program& program, int32_t t, const float* weights, const sl_batch& batch, const sl_matrix* outputs,
+/// Gathers the distinct rows of a table as float32, then pools from the compact copy. Heads are clean again afterwards.
+void forward_deduplicated(sl_program& program, int32_t t, const void* weights, const sl_batch& batch, const sl_matrix* outputs,
                           bool large, Workspace& workspace) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
     const auto& features = program.table_features[static_cast<size_t>(t)];
@@ -97,7 +97,7 @@ void forward_deduplicated(sl_program& program, int32_t t, const float* weights, 
     distinct.pooling = SL_NONE;
     ForwardArgs gather = arguments(table, weights, distinct, {gathered, table.dim}, false);
     gather.stream = 0;                     // read again at once
-    program.kernels->forward(gather);
+    program.kernels->weights[table.dtype].forward(gather);
     first = 0;
     for (int32_t f : features) {
         Lookups lookups = batch.lookups[f];
@@ -107,7 +107,7 @@ void forward_deduplicated(sl_program& program, int32_t t, const float* weights, 
             const int32_t head = slots.heads[lookups.padding];
             lookups.padding = head ? head - 1 : INT32_MAX;      // INT32_MAX: no id of the batch
         }
-        program.kernels->forward(arguments(table, gathered, lookups, outputs[f], large));
+        program.kernels->weights[SL_FLOAT32].forward(arguments(table, gathered, lookups, outputs[f], large));
     }
     for (int64_t i = 0; i < num_rows; ++i) slots.heads[slots.rows[i]] = 0;
 }
@@ -117,7 +117,7 @@ void forward_deduplicated(sl_program& program, int32_t t, const float* weights, 
 
 using namespace sparselift;
 
-extern "C" sl_status sl_forward(sl_program* program, const float* const* tables, const sl_batch* batch, const sl_matrix* outputs,
+extern "C" sl_status sl_forward(sl_program* program, const void* const* tables, const sl_batch* batch, const sl_matrix* outputs,
                                 int32_t threads) {
     return guarded([&]() -> sl_status {
         plan(*program, *batch, threads);
@@ -151,13 +151,13 @@ extern "C" sl_status sl_forward(sl_program* program, const float* const* tables,
             ForwardArgs args = arguments(table, tables[task.table], batch->lookups[task.feature], outputs[task.feature], large);
             args.first_bag = task.first_bag;
             args.last_bag = task.last_bag;
-            program->kernels->forward(args);
+            program->kernels->weights[table.dtype].forward(args);
         });
         return SL_OK;
     });
 }
 
-extern "C" sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad,
+extern "C" sl_status sl_weight_grad(sl_program* program, const void* table, const sl_batch* batch, int64_t feature, sl_matrix grad,
                                     float* out, int32_t threads) {
     return guarded([&]() -> sl_status {
         const sl_table& spec = program->tables[static_cast<size_t>(program->features[static_cast<size_t>(feature)].table)];
@@ -169,7 +169,7 @@ extern "C" sl_status sl_weight_grad(sl_program* program, const float* table, con
             ForwardArgs args = whole;
             args.first_bag = lookups.num_bags * i / pieces;
             args.last_bag = lookups.num_bags * (i + 1) / pieces;
-            program->kernels->weight_grad(args, grad.data, grad.row_stride, out);
+            program->kernels->weights[spec.dtype].weight_grad(args, grad.data, grad.row_stride, out);
         });
         return SL_OK;
     });

@@ -5,6 +5,8 @@
 //   kMaxVectors                  accumulators that fit the registers: 8 or 16
 //   zero splat load load_part store store_part stream fence add sub mul div fma sqrt sum mask_for
 //   Flags greater same_bits select bits      lane by lane: comparisons, a choice between two vectors; an int32 in every lane
+//   Shorts Words words_of shorts_of load_shorts_part store_shorts_part from_float16 to_float16      see elements_body.h
+//   truncated converted          floats below 2^31 and not negative to Words, and back
 // Every function has internal linkage or lives in that namespace, and nothing of std is used: the linker may not mix builds.
 //
 // Mapping. A row of D floats is covered by blocks of whole vectors, the last one partial where D is no multiple of kWidth. Up to
@@ -15,13 +17,15 @@
 /// have changed. It costs up to a third of an update.
 #define SL_INLINE __attribute__((always_inline)) inline
 
+#include "elements_body.h"
+#include "noise_body.h"
+
 /// N whole vectors, and with kTail a partial one after them.
 template <int N, bool kTail>
 struct Size {
     static constexpr int kFull = N;
     static constexpr int kVectors = N + (kTail ? 1 : 0);
     static constexpr bool kHasTail = kTail;
-    static constexpr int kLines = (kVectors * kWidth * 4 + 63) / 64;
 };
 
 /// Calls visit(Size, first column, mask) for the blocks that cover `dim` columns.
@@ -69,8 +73,8 @@ SL_INLINE Span<S> zero_span() {
     return span;
 }
 
-template <typename S>
-SL_INLINE Vec load_vector(const float* row, int i, Mask mask) {
+template <typename S, typename Element>
+SL_INLINE Vec load_vector(const Element* row, int i, Mask mask) {
     return S::kHasTail && i == S::kFull ? load_part(row + i * kWidth, mask) : load(row + i * kWidth);
 }
 
@@ -80,8 +84,8 @@ SL_INLINE void store_vector(float* row, int i, Mask mask, Vec value) {
     else store(row + i * kWidth, value);
 }
 
-template <typename S>
-SL_INLINE Span<S> load_span(const float* row, Mask mask) {
+template <typename S, typename Element>
+SL_INLINE Span<S> load_span(const Element* row, Mask mask) {
     Span<S> span;
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) span.v[i] = load_vector<S>(row, i, mask);
@@ -102,15 +106,15 @@ SL_INLINE void stream_span(float* row, const Span<S>& span) {
     for (int i = 0; i < S::kFull; ++i) stream(row + i * kWidth, span.v[i]);
 }
 
-template <typename S>
-SL_INLINE void add_row(Span<S>& span, const float* row, Mask mask) {
+template <typename S, typename Element>
+SL_INLINE void add_row(Span<S>& span, const Element* row, Mask mask) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) span.v[i] = add(span.v[i], load_vector<S>(row, i, mask));
 }
 
 /// span = fma(factor, row, span), or with two roundings.
-template <typename S, bool kFused>
-SL_INLINE void add_scaled_row(Span<S>& span, Vec factor, const float* row, Mask mask) {
+template <typename S, bool kFused, typename Element>
+SL_INLINE void add_scaled_row(Span<S>& span, Vec factor, const Element* row, Mask mask) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) {
         const Vec value = load_vector<S>(row, i, mask);
@@ -128,11 +132,12 @@ SL_INLINE void scale_span(Span<S>& span, float factor) {
 SL_INLINE void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 /// The lines of a block of a row. Beyond 16 lines the hardware's own prefetcher has long taken over.
-template <typename S>
-SL_INLINE void prefetch_row(const float* row) {
-    constexpr int kLines = S::kLines < 16 ? S::kLines : 16;
+template <typename S, typename Element>
+SL_INLINE void prefetch_row(const Element* row) {
+    constexpr int kBytes = S::kVectors * kWidth * static_cast<int>(sizeof(Element));
+    constexpr int kLines = kBytes <= 1024 ? (kBytes + 63) / 64 : 16;
 #pragma GCC unroll 16
-    for (int i = 0; i < kLines; ++i) prefetch_line(row + i * 16);
+    for (int i = 0; i < kLines; ++i) prefetch_line(row + i * (64 / static_cast<int>(sizeof(Element))));
 }
 
 struct Bounds {
@@ -185,11 +190,11 @@ enum class Bag {
 };
 
 /// Sums of bags [first_bag, last_bag) over the columns of one block. Bytes: a row's block read a lookup, one written a bag.
-template <typename S, Bag kKind>
+template <typename S, typename Weight, Bag kKind>
 static void forward_block(const ForwardArgs& args, int64_t column, Mask mask) {
     const ForwardArgs a = args;      // a copy of its own: no store can change it, so it stays in registers
     const Lookups l = a.lookups;
-    const float* table = a.table + column;
+    const Weight* table = static_cast<const Weight*>(a.table) + column;
     const int64_t last = l.count - 1, ahead = a.prefetch;
     for (int64_t bag = a.first_bag; bag < a.last_bag; ++bag) {
         const Bounds bounds = bounds_of(l, bag);
@@ -198,7 +203,7 @@ static void forward_block(const ForwardArgs& args, int64_t column, Mask mask) {
         for (int64_t k = bounds.begin; k < bounds.end; ++k) {
             if (ahead) prefetch_row<S>(table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
             const int32_t id = l.ids[k];
-            const float* row = table + a.dim * id;
+            const Weight* row = table + a.dim * id;
             if constexpr (kKind == Bag::kCopy) {
                 sum = load_span<S>(row, mask);
             } else if constexpr (kKind == Bag::kPlain) {
@@ -226,11 +231,11 @@ static void forward_block(const ForwardArgs& args, int64_t column, Mask mask) {
 }
 
 /// Maxima of the same, and where each came from. The first of equals wins, and a NaN that comes first stays, as in torch.
-template <typename S>
+template <typename S, typename Weight>
 static void forward_max_block(const ForwardArgs& args, int64_t column, Mask mask) {
     const ForwardArgs a = args;
     const Lookups l = a.lookups;
-    const float* table = a.table + column;
+    const Weight* table = static_cast<const Weight*>(a.table) + column;
     const int64_t last = l.count - 1, ahead = a.prefetch;
     for (int64_t bag = a.first_bag; bag < a.last_bag; ++bag) {
         const Bounds bounds = bounds_of(l, bag);
@@ -268,21 +273,23 @@ SL_INLINE void keep_maxima(Span<S>& grad, const Lookups& l, int64_t k, int64_t b
     for (int i = 0; i < S::kVectors; ++i) grad.v[i] = select(same_bits(load_vector<S>(maxima, i, mask), position), grad.v[i], zero());
 }
 
+template <typename Weight>
 static void forward(const ForwardArgs& a) {
     const Lookups& l = a.lookups;
     visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
         using S = decltype(size);
-        if (l.pooling == SL_MAX) forward_max_block<S>(a, column, mask);
-        else if (l.pooling == SL_NONE) forward_block<S, Bag::kCopy>(a, column, mask);
-        else if (l.weights && l.padding < 0) forward_block<S, Bag::kFused>(a, column, mask);
-        else if (l.weights) forward_block<S, Bag::kRounded>(a, column, mask);
-        else if (l.padding < 0) forward_block<S, Bag::kPlain>(a, column, mask);
-        else forward_block<S, Bag::kPadded>(a, column, mask);
+        if (l.pooling == SL_MAX) forward_max_block<S, Weight>(a, column, mask);
+        else if (l.pooling == SL_NONE) forward_block<S, Weight, Bag::kCopy>(a, column, mask);
+        else if (l.weights && l.padding < 0) forward_block<S, Weight, Bag::kFused>(a, column, mask);
+        else if (l.weights) forward_block<S, Weight, Bag::kRounded>(a, column, mask);
+        else if (l.padding < 0) forward_block<S, Weight, Bag::kPlain>(a, column, mask);
+        else forward_block<S, Weight, Bag::kPadded>(a, column, mask);
     });
     if (a.stream) fence();
 }
 
-static float dot(const float* a, const float* b, int64_t dim) {
+template <typename Weight>
+SL_INLINE float dot(const float* a, const Weight* b, int64_t dim) {
     Vec total = zero();
     int64_t column = 0;
     for (; column + kWidth <= dim; column += kWidth) total = fma(load(a + column), load(b + column), total);
@@ -293,15 +300,17 @@ static float dot(const float* a, const float* b, int64_t dim) {
     return sum(total);
 }
 
+template <typename Weight>
 static void weight_grad(const ForwardArgs& a, const float* grad, int64_t grad_stride, float* out) {
     const Lookups& l = a.lookups;
+    const Weight* table = static_cast<const Weight*>(a.table);
     const int64_t last = l.count - 1, ahead = a.prefetch;
     for (int64_t bag = a.first_bag; bag < a.last_bag; ++bag) {
         const Bounds bounds = bounds_of(l, bag);
         for (int64_t k = bounds.begin; k < bounds.end; ++k) {
-            if (ahead) prefetch_line(a.table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
+            if (ahead) prefetch_line(table + a.dim * l.ids[k + ahead < last ? k + ahead : last]);
             const int32_t id = l.ids[k];
-            out[k] = id == l.padding ? 0.0f : dot(grad + bag * grad_stride, a.table + a.dim * id, a.dim);
+            out[k] = id == l.padding ? 0.0f : dot(grad + bag * grad_stride, table + a.dim * id, a.dim);
         }
     }
 }
@@ -327,9 +336,15 @@ static int64_t find_slots(const UpdateArgs& args, const Lookups& lookups, int64_
 #include "update_body.h"
 #include "lookups_body.h"
 
+template <typename Weight>
+constexpr WeightKernels kernels_of() {
+    return {forward<Weight>, weight_grad<Weight>};
+}
+
 const Kernels* kernels() {
-    static const Kernels table = {narrow_ids, forward, weight_grad, build_chains, sort_chains, pack_grads, apply_chains, apply_lookups,
-                                  apply_dense, sum_chains, expand, find_slots};
+    static const Kernels table = {{kernels_of<float>(), kernels_of<Float16>(), kernels_of<BFloat16>()},      // by SL_FLOAT32 ...
+                                  narrow_ids, build_chains, sort_chains, pack_grads, apply_chains, apply_lookups, apply_dense,
+                                  sum_chains, expand, find_slots};
     return &table;
 }
 

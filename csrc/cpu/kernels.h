@@ -6,7 +6,17 @@
 
 #include <stdint.h>
 
+#include "../api/sparselift_cpu.h"
+
 namespace sparselift {
+
+/// Elements of 16 bits: IEEE half precision, and the upper half of a float.
+struct Float16 {
+    uint16_t bits;
+};
+struct BFloat16 {
+    uint16_t bits;
+};
 
 /// The ids of one feature in a batch. Bag b holds lookups [offsets[b], offsets[b + 1]), or [b * length, (b + 1) * length)
 /// where offsets is null.
@@ -25,7 +35,7 @@ struct Lookups {
 
 /// Bags [first_bag, last_bag) of one feature.
 struct ForwardArgs {
-    const float* table;
+    const void* table;
     int64_t dim;
     Lookups lookups;
     float* out;
@@ -64,7 +74,7 @@ struct Source {
 /// One step of a rule on one table, or on the rows of it with (row >> 4) & part_mask == part: blocks of 16 rows, so that no
 /// two parts share a cache line of `heads`.
 struct UpdateArgs {
-    float* table;
+    void* table;
     float* first;             // of the rule's state
     float* second;
     int64_t dim;
@@ -77,6 +87,9 @@ struct UpdateArgs {
     float weight_decay;
     float first_gain;
     float second_gain;
+    int32_t dtype;            // of the weights
+    int32_t stochastic;
+    uint64_t noise_key;
     int32_t prefetch;
     int32_t part;
     int32_t part_mask;
@@ -87,15 +100,21 @@ struct UpdateArgs {
     int64_t num_rows;         // R
     Entry* entries;           // two arrays to sort in, each of one entry a lookup and one more
     float* scratch;           // (dim,)
+    float* wide;              // (dim,) a row of other weights than float32
     float* sums;              // (R, dim) all 0 between calls; for dense accumulation
     uint64_t* marks;          // (R / 64,) all 0 likewise
 };
 
-struct Kernels {
-    /// Copies ids to int32. Returns the position of the first one outside [0, rows), or -1.
-    int64_t (*narrow_ids)(const void* ids, int64_t count, int64_t stride, int32_t are_64, int64_t rows, int32_t* out);
+/// What reads weights alone: one of these for each dtype of them.
+struct WeightKernels {
     void (*forward)(const ForwardArgs& args);
     void (*weight_grad)(const ForwardArgs& args, const float* grad, int64_t grad_stride, float* out);
+};
+
+struct Kernels {
+    WeightKernels weights[SL_NUM_DTYPES];
+    /// Copies ids to int32. Returns the position of the first one outside [0, rows), or -1.
+    int64_t (*narrow_ids)(const void* ids, int64_t count, int64_t stride, int32_t are_64, int64_t rows, int32_t* out);
     /// Links the lookups of every row in ascending order and lists the rows, those used last first. Returns their number.
     int64_t (*build_chains)(const UpdateArgs& args);
     /// The same by a sort, without `heads`: `firsts` in place of it, and rows in descending order.
@@ -103,6 +122,7 @@ struct Kernels {
     /// Gradient rows of a source side by side, in `out` (B, D): scaled, where no per-sample weight comes first.
     void (*pack_grads)(const Source& source, int64_t dim, float* out);
     void (*apply_chains)(const UpdateArgs& args, int64_t num_rows);
+    /// SGD, a lookup at a time; float32 weights.
     void (*apply_lookups)(const UpdateArgs& args);
     /// Adds gradients up in `sums`, then visits the rows in ascending order: the bits of chains.
     void (*apply_dense)(const UpdateArgs& args);

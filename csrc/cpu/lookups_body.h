@@ -5,7 +5,7 @@ template <typename S, bool kMax>
 static void apply_lookups_block(const UpdateArgs& args, const Source& from, int64_t column, Mask mask) {
     const UpdateArgs a = args;
     const Source source = from;
-    float* table = a.table + column;
+    float* table = static_cast<float*>(a.table) + column;
     const Vec rate = splat(a.maximize ? a.lr : -a.lr);
     const Lookups l = source.lookups;
     const int64_t last = l.count - 1, ahead = a.prefetch;
@@ -113,7 +113,7 @@ static void apply_dense(const UpdateArgs& args) {
             else accumulate_block<S, false>(a, a.sources[s], column, mask);
         }
     });
-    if (!is_one_block(a.dim)) {
+    if (!is_one_block(a.dim) || a.dtype != SL_FLOAT32) {
         visit_marked(a, [&](int64_t row) {
             apply_wide_row(a, row, [&](auto size, int64_t column, Mask mask) { return take_sum<decltype(size)>(a, row, column, mask); });
         });

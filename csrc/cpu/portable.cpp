@@ -40,13 +40,21 @@ inline Vec sqrt(Vec a) {
     for (int i = 0; i < kWidth; ++i) x[i] = __builtin_sqrtf(a[i]);
     return x;
 }
-typedef int Flags __attribute__((vector_size(16)));
+typedef int32_t Flags __attribute__((vector_size(16)));
 inline Flags greater(Vec a, Vec b) { return a > b; }
 inline Flags same_bits(Vec a, Vec b) { return reinterpret_cast<Flags>(a) == reinterpret_cast<Flags>(b); }
 inline Vec select(Flags flags, Vec a, Vec b) { return flags ? a : b; }
 inline Vec bits(int32_t x) { return reinterpret_cast<Vec>(Flags{x, x, x, x}); }
 inline float sum(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 inline Mask mask_for(int64_t lanes) { return static_cast<Mask>(lanes); }
+
+#include "half_portable.h"
+
+typedef uint32_t Words __attribute__((vector_size(16)));
+inline Words words_of(Shorts x) { return __builtin_convertvector(x, Words); }
+inline Shorts shorts_of(Words x) { return __builtin_convertvector(x, Shorts); }
+inline Words truncated(Vec x) { return reinterpret_cast<Words>(__builtin_convertvector(x, Flags)); }
+inline Vec converted(Words x) { return __builtin_convertvector(reinterpret_cast<Flags>(x), Vec); }
 
 #include "kernel_body.h"
 

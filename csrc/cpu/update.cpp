@@ -102,7 +102,7 @@ UpdateArgs arguments(const sl_program& program, int64_t table, const SourceRange
 /// Sizes for one table; a row or an entry is written past the last one before it is counted.
 void reserve(Workspace& workspace, const sl_program& program, int64_t t, const SourceRange& range, int32_t coalesce) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
-    workspace.scratch.of<float>(static_cast<size_t>(table.dim));
+    workspace.scratch.of<float>(2 * static_cast<size_t>(table.dim));
     if (coalesce == SL_COALESCE_DENSE) {
         workspace.marks.resize(std::max(workspace.marks.size(), static_cast<size_t>((table.rows + 63) / 64)));
         return;
@@ -166,7 +166,7 @@ int64_t use_built(UpdateArgs& args, const Chains& chains, Workspace& workspace) 
     return count;
 }
 
-void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float* table, const sl_state& state, Workspace& workspace) {
+void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, void* table, const sl_state& state, Workspace& workspace) {
     const auto t = static_cast<size_t>(task.table);
     UpdateArgs args = arguments(program, task.table, program.source_ranges[t]);
     args.table = table;
@@ -179,12 +179,16 @@ void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, float
     args.weight_decay = rule.weight_decay;
     args.first_gain = rule.first_gain;
     args.second_gain = rule.second_gain;
+    args.dtype = program.tables[t].dtype;
+    args.stochastic = rule.stochastic;
+    args.noise_key = rule.noise_key;
     args.part = task.part;
     args.part_mask = task.parts - 1;
     if (program.tables[t].coalesce == SL_COALESCE_NONE) {
         program.kernels->apply_lookups(args);
         return;
     }
+    args.wide = workspace.scratch.of<float>(0) + args.dim;
     if (program.tables[t].coalesce == SL_COALESCE_DENSE) {
         args.num_rows = program.tables[t].rows;
         args.scratch = workspace.scratch.of<float>(0);
@@ -249,7 +253,7 @@ void cut(const Source& source, int64_t lookups_a_part, std::vector<Expansion>& p
 
 using namespace sparselift;
 
-extern "C" sl_status sl_update(sl_program* program, float* const* tables, const sl_state* states, const sl_rule* rules,
+extern "C" sl_status sl_update(sl_program* program, void* const* tables, const sl_state* states, const sl_rule* rules,
                                const sl_segment* segments, int64_t num_segments, int32_t threads) {
     return guarded([&]() -> sl_status {
         program->sources.clear();

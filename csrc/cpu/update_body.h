@@ -176,19 +176,26 @@ SL_INLINE Span<S> sum_chain(const UpdateArgs& a, int32_t link, int64_t column, M
 
 constexpr int kGroup = 16;      // rows whose gradients are summed together
 
+/// Brings the weights and the state of the group of rows that ends with row `ahead`.
+template <typename S, typename Weight>
+SL_INLINE void prefetch_rows(const UpdateArgs& a, int64_t ahead) {
+    for (int64_t i = ahead; i > ahead - kGroup && i >= 0; --i) {
+        const int64_t row = a.rows[i];
+        prefetch_row<S>(static_cast<const Weight*>(a.table) + row * a.dim);
+        if (a.kind == SL_ROWWISE_ADAGRAD) prefetch_line(a.first + row);
+        else if (a.kind != SL_SGD) prefetch_row<S>(a.first + row * a.dim);
+        if (a.kind == SL_ADAM) prefetch_row<S>(a.second + row * a.dim);
+    }
+}
+
 /// Brings the weights and the state of a group of rows that come `prefetch` rows after row u, the heads of the group after that, and
 /// the first gradients of the group that starts with u where they are not packed.
 template <typename S>
 SL_INLINE void prefetch_group(const UpdateArgs& a, int64_t u) {
     if (!a.prefetch) return;
     const int64_t ahead = u - a.prefetch;
-    for (int64_t i = ahead; i > ahead - kGroup && i >= 0; --i) {
-        const int64_t row = a.rows[i];
-        prefetch_row<S>(a.table + row * a.dim);
-        if (a.kind == SL_ROWWISE_ADAGRAD) prefetch_line(a.first + row);
-        else if (a.kind != SL_SGD) prefetch_row<S>(a.first + row * a.dim);
-        if (a.kind == SL_ADAM) prefetch_row<S>(a.second + row * a.dim);
-    }
+    if (a.dtype == SL_FLOAT32) prefetch_rows<S, float>(a, ahead);
+    else prefetch_rows<S, BFloat16>(a, ahead);      // or others of its size
     if (a.heads) {
         for (int64_t i = ahead - kGroup; i > ahead - 2 * kGroup && i >= 0; --i) prefetch_line(a.heads + a.rows[i]);
     }
@@ -213,6 +220,10 @@ static void apply_one_block(const UpdateArgs& args, int64_t num_rows, Mask mask)
             const Span<S> grad = sum_chain<S>(a, take_first(a, first - i), 0, mask);
 #pragma GCC unroll 16
             for (int j = 0; j < S::kVectors; ++j) store(&sums[i][j * kWidth], grad.v[j]);
+        }
+        if (a.dtype != SL_FLOAT32) {
+            apply_summed_rows(a, first, count, sums[0], S::kVectors * kWidth);
+            continue;
         }
         for (int i = 0; i < count; ++i) {
             Span<S> grad;

@@ -129,7 +129,7 @@ struct TableUpdate {
     void* weights;
     sl_state state;
     sl_rule rule;
-    int32_t dtype;
+    int32_t variant;           // of the kernels that take it: the dtype, and SL_NUM_DTYPES more where the rule rounds by chance
 };
 
 /// A small table whose lookups are not sorted, see dense.cuh.

@@ -128,8 +128,8 @@ __device__ inline void visit_elements(const Columns& columns, int32_t column, co
     }
 }
 
-template <typename Weight>
-__global__ void __launch_bounds__(kDenseThreads, 2) dense_rows_kernel(DenseArgs args, int32_t dtype) {
+template <typename Weight, typename Rule>
+__global__ void __launch_bounds__(kDenseThreads, Rule::kBlocks) dense_rows_kernel(DenseArgs args, int32_t variant) {
     SL_SHARED(int32_t, lookups, kDenseWarps * kQueue);
     SL_SHARED(int32_t, bags, kDenseWarps * kQueue);
     SL_SHARED(int32_t, added, kDenseWarps);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kDenseThreads, 2) dense_rows_kernel(DenseArgs 
     const TableUpdate& table = args.tables[dense.table];
     const Columns columns = table.columns;
     const int32_t shares = 1 << dense.shares_log2, rows = kDenseWarps >> dense.shares_log2;
-    if (table.dtype != dtype || static_cast<int64_t>(blockIdx.x) * rows >= dense.rows) return;
+    if (table.variant != variant || static_cast<int64_t>(blockIdx.x) * rows >= dense.rows) return;
     const int32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, share = warp & (shares - 1), lanes = 1 << columns.lanes_log2;
     const int32_t row = static_cast<int32_t>(blockIdx.x) * rows + (warp >> dense.shares_log2);
     const auto pieces = dynamic_shared<float>(0, kDenseWarps * dense.stride);
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kDenseThreads, 2) dense_rows_kernel(DenseArgs 
             for (int v = 0; v < kVectors; ++v) sums[v] = zeros<kWidth>();
             visit_elements<kWidth, kVectors>(columns, column, [&](int v, int i, int32_t at) { sums[v].v[i] = totals.load(at); });
         };
-        ApplyRule{}.template operator()<Weight, kWidth, kVectors>(table, mine, sum);
+        Rule{}.template operator()<Weight, kWidth, kVectors>(table, mine, sum);
     });
 }
 

@@ -98,28 +98,23 @@ RunArgs run_args(const UpdatePlan& plan, const Workspace& space, int32_t chunk, 
     return args;
 }
 
-/// The rows of tables of one dtype, those with long runs last.
+/// The rows of tables of one variant, those with long runs last.
 template <typename Weight, typename Finish>
-sl_status launch_runs(const RunArgs& args, int64_t cells, int32_t dtype, const Finish& finish, cudaStream_t stream) {
+sl_status launch_runs(const RunArgs& args, int64_t cells, int32_t variant, const Finish& finish, cudaStream_t stream) {
     constexpr int64_t kWarps = kRunThreads / kWarp;
     const auto blocks = static_cast<unsigned>(divide_up(divide_up(args.count, kWarp), kWarps));
-    SL_TRY((launch<&coalesced_kernel<Weight, Finish>>(blocks, kRunThreads, 0, stream, args, dtype, finish)));
+    SL_TRY((launch<&coalesced_kernel<Weight, Finish>>(blocks, kRunThreads, 0, stream, args, variant, finish)));
     if (args.count <= args.chunk) return SL_OK;
-    return launch<&long_runs_kernel<Weight, Finish>>(static_cast<unsigned>(divide_up(cells, kWarps)), kRunThreads, 0, stream, args, dtype, finish);
+    return launch<&long_runs_kernel<Weight, Finish>>(static_cast<unsigned>(divide_up(cells, kWarps)), kRunThreads, 0, stream, args, variant, finish);
 }
 
 /// The rows of tables whose lookups are sorted.
 sl_status launch_sorted(const UpdatePlan& plan, const Workspace& space, int32_t chunk, const Status* status, cudaStream_t stream) {
     SL_TRY(sort_keys(plan, space, stream));
     const RunArgs args = run_args(plan, space, chunk, true, status);
-    for (int32_t dtype = 0; dtype < SL_NUM_DTYPES; ++dtype) {
-        const auto has_dtype = [&](const Source& source) { return plan.tables[static_cast<size_t>(source.table)].dtype == dtype; };
-        if (std::none_of(plan.sources.begin(), plan.sources.end(), has_dtype)) continue;
-        SL_TRY(visit_dtype(dtype, [&](auto element) {
-            return launch_runs<decltype(element)>(args, space.cells, dtype, ApplyRule{}, stream);
-        }));
-    }
-    return SL_OK;
+    return visit_variants(plan, plan.sources, [&](auto element, auto rule, int32_t variant) {
+        return launch_runs<decltype(element)>(args, space.cells, variant, rule, stream);
+    });
 }
 
 /// The gradient of one table through `write`, which gets the plan, its workspace and the stream.

@@ -1,7 +1,7 @@
 // The formulas of the optimizers, with torch's roundings: see UpdateRule in sparselift/kernels/base.py.
 #pragma once
 
-#include "vectors.cuh"
+#include "noise.cuh"
 
 namespace sparselift::cuda {
 
@@ -14,6 +14,7 @@ struct RowPart {
     int32_t stripe;
     int32_t dim;
     bool vector_floats;
+    int32_t row;
 };
 
 template <typename Weight, int kWidth, int kVectors>
@@ -56,7 +57,7 @@ __device__ inline float group_sum(float value, int32_t lanes) {
 }
 
 /// One step on a lane's columns. `scale` is row-wise Adagrad's factor.
-template <typename Weight, int kWidth, int kVectors>
+template <bool kByChance, typename Weight, int kWidth, int kVectors>
 __device__ inline void step_columns(const sl_rule& rule, const RowPart<Weight, kWidth, kVectors>& part, float scale,
                                     Values<kWidth> (&weights)[kVectors], const Values<kWidth> (&grads)[kVectors]) {
 #pragma unroll
@@ -88,7 +89,8 @@ __device__ inline void step_columns(const sl_rule& rule, const RowPart<Weight, k
 #pragma unroll
             for (int i = 0; i < kWidth; ++i) w.v[i] = rule.kind == SL_SGD ? fmaf(-rule.lr, g.v[i], w.v[i]) : w.v[i] + g.v[i] * scale;
         }
-        store_elements<Weight, kWidth>(part.weights + at, w);
+        if constexpr (kByChance) store_by_chance(part.weights + at, w, noise_of(rule.noise_key, part.row), at);
+        else store_elements<Weight, kWidth>(part.weights + at, w);
     }
 }
 

@@ -92,8 +92,9 @@ struct Row {
     bool is_active;
 };
 
-/// Applies the rule. `sum` fills the gradient of a lane's columns.
-struct ApplyRule {
+/// Applies the rule, and rounds to the nearest or by chance. `sum` fills the gradient of a lane's columns.
+template <bool kByChance>
+struct Step {
     template <typename Weight, int kWidth, int kVectors, typename Sum>
     __device__ void operator()(const TableUpdate& table, const Row& row, const Sum& sum) const {
         const sl_rule& rule = table.rule;
@@ -103,7 +104,7 @@ struct ApplyRule {
         const int64_t begin = row.row * columns.dim;
         RowPart<Weight, kWidth, kVectors> part{static_cast<Weight*>(table.weights) + begin,
                                                {table.state.first + begin, table.state.second + begin},
-                                               0, stripe, columns.dim, columns.vector_floats != 0};
+                                               0, stripe, columns.dim, columns.vector_floats != 0, static_cast<int32_t>(row.row)};
         Values<kWidth> weights[kVectors], grads[kVectors];
         float squares = 0.0f, scale = 0.0f;
         for (int32_t is_step = is_rowwise ? 0 : 1; is_step < 2; ++is_step) {      // row-wise Adagrad sees the whole row before it steps
@@ -114,7 +115,7 @@ struct ApplyRule {
                     sum(part.column, grads);
                     adjust(rule, weights, grads);
                 }
-                if (is_step) step_columns(rule, part, scale, weights, grads);
+                if (is_step) step_columns<kByChance>(rule, part, scale, weights, grads);
                 else squares += sum_of_squares(grads);
             }
         }
@@ -134,8 +135,19 @@ struct ApplyRule {
     }
 };
 
+struct ApplyRule : Step<false> {
+    static constexpr int kBlocks = 2;      // a multiprocessor, of kUpdateThreads
+};
+
+/// Takes more registers than two blocks have.
+struct ApplyRuleByChance : Step<true> {
+    static constexpr int kBlocks = 1;
+};
+
 /// Writes the row's number and its gradient where the run's rank says.
 struct WriteGradient {
+    static constexpr int kBlocks = 2;
+
     int64_t* rows;
     float* grads;
     const int32_t* ranks;      // one a sorted position
@@ -213,7 +225,7 @@ __device__ inline void sum_pieces(const RunArgs& args, const TableUpdate& table,
 
 /// Bytes: K gradient rows, mostly from cache; a touched row and its state read and written; 20 K of keys, positions and origins.
 template <typename Weight, typename Finish>
-__global__ void __launch_bounds__(kUpdateThreads, 2) coalesced_kernel(RunArgs args, int32_t dtype, Finish finish) {
+__global__ void __launch_bounds__(kUpdateThreads, Finish::kBlocks) coalesced_kernel(RunArgs args, int32_t variant, Finish finish) {
     if (args.status && args.status->faulted) return;
     const int32_t lane = threadIdx.x % kWarp;
     const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp * kWarp;
@@ -226,13 +238,13 @@ __global__ void __launch_bounds__(kUpdateThreads, 2) coalesced_kernel(RunArgs ar
         const unsigned members = pending & __ballot_sync(kWholeWarp, my_table == number);
         pending &= ~members;
         const TableUpdate& table = args.tables[number];
-        if (table.dtype == dtype) sum_pieces<Weight>(args, table, static_cast<int32_t>(first), at, members, lane, finish);
+        if (table.variant == variant) sum_pieces<Weight>(args, table, static_cast<int32_t>(first), at, members, lane, finish);
     }
 }
 
 /// The runs of more than a chunk: adds up their pieces, in order. Grid: a warp a cell of `chunk` positions.
 template <typename Weight, typename Finish>
-__global__ void __launch_bounds__(kUpdateThreads, 2) long_runs_kernel(RunArgs args, int32_t dtype, Finish finish) {
+__global__ void __launch_bounds__(kUpdateThreads, Finish::kBlocks) long_runs_kernel(RunArgs args, int32_t variant, Finish finish) {
     if (args.status && args.status->faulted) return;
     const int32_t lane = threadIdx.x % kWarp;
     const int64_t cell = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
@@ -241,7 +253,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 2) long_runs_kernel(RunArgs ar
     if (begin < 0) return;
     const uint64_t key = args.keys[begin];
     const TableUpdate& table = args.tables[key >> args.row_bits];
-    if (table.dtype != dtype) return;
+    if (table.variant != variant) return;
     const Columns columns = table.columns;
     const uint64_t row_mask = (uint64_t{1} << args.row_bits) - 1;
     const int32_t lanes = 1 << columns.lanes_log2;

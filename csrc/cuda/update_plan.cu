@@ -77,7 +77,7 @@ bool may_be_dense(const sl_cuda_table& table) {
 TableUpdate describe(const sl_cuda_program& program, const sl_cuda_table& table, const sl_cuda_weights& weights, const sl_rule& rule) {
     TableUpdate update{};
     update.rule = rule;
-    update.dtype = table.dtype;
+    update.variant = table.dtype + (rule.stochastic ? SL_NUM_DTYPES : 0);
     update.weights = const_cast<void*>(weights.data);
     update.state = weights.state;
     const bool in_vectors = program.shape.vector_bytes == 16 && are_in_vectors(weights.data, table.dim, table.dtype);
@@ -118,7 +118,7 @@ sl_status plan_gradient(const sl_cuda_program& program, int64_t table, const flo
                         int64_t num_segments, UpdatePlan& plan) {
     const sl_cuda_table& spec = program.tables[static_cast<size_t>(table)];
     TableUpdate update{};
-    update.dtype = SL_FLOAT32;
+    update.variant = SL_FLOAT32;
     const bool in_fours = are_in_fours(grads, spec.dim, spec.dim);
     update.columns = columns_of(spec.dim, SL_FLOAT32, in_fours, in_fours, kUpdateColumns);
     plan.tables.push_back(update);
@@ -135,15 +135,11 @@ sl_status launch_dense(const UpdatePlan& plan, const DenseArgs& args, cudaStream
         blocks = std::max(blocks, divide_up(dense.rows, kDenseWarps >> dense.shares_log2));
         shared_bytes = std::max(shared_bytes, dense_shared_bytes(dense));
     }
-    for (int32_t dtype = 0; dtype < SL_NUM_DTYPES; ++dtype) {
-        const auto has_dtype = [&](const DenseTable& dense) { return plan.tables[static_cast<size_t>(dense.table)].dtype == dtype; };
-        if (std::none_of(plan.dense.begin(), plan.dense.end(), has_dtype)) continue;
-        const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(plan.dense.size()));
-        SL_TRY(visit_dtype(dtype, [&](auto element) {
-            return launch<&dense_rows_kernel<decltype(element)>>(grid, kDenseThreads, static_cast<size_t>(shared_bytes), stream, args, dtype);
-        }));
-    }
-    return SL_OK;
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(plan.dense.size()));
+    return visit_variants(plan, plan.dense, [&](auto element, auto rule, int32_t variant) {
+        return launch<&dense_rows_kernel<decltype(element), decltype(rule)>>(grid, kDenseThreads, static_cast<size_t>(shared_bytes), stream, args,
+                                                                             variant);
+    });
 }
 
 }  // namespace sparselift::cuda

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparselift.dtypes import dtype_name
+from sparselift.kernels.base import WEIGHT_DTYPES
 from sparselift.ops import BagLookup, split_sample_weights
 
 from . import fallback, lookups
@@ -109,7 +111,7 @@ def lookup_backward(grad: Tensor, weights: Sequence[Tensor], rows: Sequence[int]
         factors = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         shapes = list(zip(rows, dims))
         fused = _fused(grad, weights, shapes, options)
-        compiled = _compiled(shapes, options, fused, factors is not None, tuple(names))
+        compiled = _compiled(shapes, options, grad.dtype if fused else None, factors is not None, tuple(names))
         if compiled is None or not fused:
             if compiled is not None:
                 check(compiled, rows, parts, bags)
@@ -157,21 +159,26 @@ def _arrange(indices: Tensor, offsets: Tensor | None, options: LookupOptions,
 
 
 def _fused(grad: Tensor, weights: Sequence[Tensor], shapes: Sequence[tuple[int, int]], options: LookupOptions) -> bool:
-    if grad.dtype != torch.float32 or unfused_option(options) or any(0 in shape for shape in shapes):
+    if dtype_name(grad.dtype) not in WEIGHT_DTYPES or unfused_option(options) or any(0 in shape for shape in shapes):
         return False
-    return all(weight.dtype == torch.float32 and weight.is_contiguous() for weight in weights)
+    if options.sparse and grad.dtype != torch.float32:         # whose rows the kernels sum before they round them, so that they are fewer
+        return False
+    return all(weight.dtype == grad.dtype and weight.is_contiguous() for weight in weights)
 
 
 _backwards: dict[Hashable, BagLookup | None] = {}
 _lock = threading.Lock()
 
 
-def _compiled(shapes: Sequence[tuple[int, int]], options: LookupOptions, fused: bool, weighted: bool,
+def _compiled(shapes: Sequence[tuple[int, int]], options: LookupOptions, dtype: torch.dtype | None, weighted: bool,
               names: tuple[str, ...]) -> BagLookup | None:
-    """The lookup whose gradient is wanted; where it is not fused, one that checks batches. Kept."""
-    key = (tuple(shapes), options, fused, weighted, names)
+    """The lookup whose gradient is wanted, in tables of a dtype; where it is not fused (None), one that checks batches. Kept."""
+    key = (tuple(shapes), options, dtype, weighted, names)
     if (found := _backwards.get(key)) is None:
-        found = compile_lookup(shapes, names, options, weighted) if fused else compile_check(shapes, names, options)
+        if dtype is None:
+            found = compile_check(shapes, names, options)
+        else:
+            found = compile_lookup(shapes, names, options, weighted, [dtype_name(dtype)] * len(shapes))
         with _lock:
             while len(_backwards) >= _routes.limit:
                 del _backwards[next(iter(_backwards))]
@@ -242,7 +249,7 @@ def renorm_(weight: Tensor, indices: Tensor, offsets: Tensor | None, per_sample_
     """Scale the rows of `indices` in `weight` whose norm is over max_norm down to it, after a check of the whole batch."""
     options = LookupOptions(pooling, False, None, include_last_offset, max_norm, norm_type)
     parts, bags, options = _arrange(indices, offsets, options, names)
-    compiled = _compiled([(weight.shape[0], weight.shape[1])], options, False, False, tuple(names))
+    compiled = _compiled([(weight.shape[0], weight.shape[1])], options, None, False, tuple(names))
     if compiled is not None:
         check(compiled, weight.shape[:1], parts, bags)
     fallback.check_sample_weights(weight, per_sample_weights)

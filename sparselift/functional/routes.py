@@ -14,8 +14,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sparselift import ops
+from sparselift.dtypes import dtype_name
 from sparselift.errors import KernelError
-from sparselift.kernels.base import FeatureSpec, TableSpec
+from sparselift.kernels.base import WEIGHT_DTYPES, FeatureSpec, TableSpec
 from sparselift.kernels.checks import INDEX_DTYPES, id_error
 from sparselift.ops import BagLookup, hidden_values, split_sample_weights, watched_operations
 from sparselift.rules import Rule, first
@@ -117,7 +118,7 @@ def plan_route(weights: Sequence[Tensor], names: Sequence[str], options: LookupO
     reason = unfused_option(options) or _about_tables(UNFUSED_TABLES, weights, names)
     if not reason:
         try:
-            return Route(compile_lookup(shapes, names, options, weighted), options)
+            return Route(compile_lookup(shapes, names, options, weighted, [dtype_name(weight.dtype) for weight in weights]), options)
         except (KernelError, ValueError) as error:
             reason = str(error)
     return Route(compile_check(shapes, names, options), options, reason)
@@ -142,7 +143,8 @@ FOREIGN_TABLES = (
 )
 
 UNFUSED_TABLES = (
-    Rule("a table of another dtype than float32", lambda weight: weight.dtype != torch.float32, "{name} is {weight.dtype}"),
+    Rule(f"a table of another dtype than {', '.join(WEIGHT_DTYPES[:-1])} and {WEIGHT_DTYPES[-1]}",
+         lambda weight: dtype_name(weight.dtype) not in WEIGHT_DTYPES, "{name} is {weight.dtype}"),
     Rule("a table with other strides", lambda weight: not weight.is_contiguous(), "{name} has strides {strides}"),
     Rule("a table without elements", lambda weight: not weight.numel(), "{name} has shape {shape}"),
 )
@@ -158,13 +160,15 @@ def _about_tables(rules: Sequence[Rule], weights: Sequence[Tensor], names: Seque
 
 
 def compile_lookup(shapes: Sequence[tuple[int, ...]], names: Sequence[str], options: LookupOptions, weighted: bool,
-                   backend: str | None = None) -> BagLookup:
-    """One feature a table, side by side. Raises ValueError for what no backend takes, KernelError where the backend is not built."""
+                   dtypes: Sequence[str] | None = None, backend: str | None = None) -> BagLookup:
+    """One feature a table, side by side; float32 unless `dtypes` names others, one a table. Raises ValueError for what no backend takes,
+    KernelError where the backend is not built.
+    """
     tables, features, column = [], [], 0
-    for position, (name, shape) in enumerate(zip(names, shapes)):
+    for position, (name, shape, dtype) in enumerate(zip(names, shapes, dtypes or ["float32"] * len(shapes))):
         # A table without elements is only ever checked against, for which one with an element is as good.
         rows, dim = (max(size, 1) for size in shape)
-        tables.append(TableSpec(name, rows, dim))
+        tables.append(TableSpec(name, rows, dim, dtype))
         features.append(FeatureSpec(name, position, options.mode, column, options.padding_idx, options.include_last_offset, weighted))
         column += dim
     return BagLookup(tables, features, backend)
@@ -176,7 +180,7 @@ def compile_check(shapes: Sequence[tuple[int, ...]], names: Sequence[str], optio
     """
     for backend in (ops.BACKEND, "reference"):
         try:
-            return compile_lookup(shapes, names, options._replace(mode="none" if options.mode == "none" else "sum"), False, backend)
+            return compile_lookup(shapes, names, options._replace(mode="none" if options.mode == "none" else "sum"), False, backend=backend)
         except KernelError:
             continue
         except ValueError:

@@ -1,11 +1,12 @@
 # Mirrors csrc/api/sparselift_cpu.h.
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 
 cdef extern from "api/sparselift_cpu.h" nogil:
     ctypedef int32_t sl_status
     enum: SL_OK, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UNSUPPORTED
+    enum: SL_FLOAT32, SL_FLOAT16, SL_BFLOAT16
     enum: SL_SUM, SL_MEAN, SL_NONE, SL_MAX
     enum: SL_COALESCE_CHAIN, SL_COALESCE_NONE
     enum: SL_PARTITION_BAG, SL_PARTITION_TABLE
@@ -23,6 +24,7 @@ cdef extern from "api/sparselift_cpu.h" nogil:
         int32_t prefetch
         int32_t dedup
         int32_t stores
+        int32_t dtype
 
     ctypedef struct sl_feature:
         int32_t table
@@ -62,6 +64,8 @@ cdef extern from "api/sparselift_cpu.h" nogil:
         float weight_decay
         float first_gain
         float second_gain
+        int32_t stochastic
+        uint64_t noise_key
 
     ctypedef struct sl_state:
         float* first
@@ -93,11 +97,11 @@ cdef extern from "api/sparselift_cpu.h" nogil:
     void sl_batch_offsets(const sl_batch* batch, int64_t feature, int64_t* offsets)
     void sl_batch_maxima(const sl_batch* batch, int64_t feature, int64_t* positions)
 
-    sl_status sl_forward(sl_program* program, const float* const* tables, const sl_batch* batch, const sl_matrix* outputs,
+    sl_status sl_forward(sl_program* program, const void* const* tables, const sl_batch* batch, const sl_matrix* outputs,
                          int32_t threads)
-    sl_status sl_weight_grad(sl_program* program, const float* table, const sl_batch* batch, int64_t feature, sl_matrix grad,
+    sl_status sl_weight_grad(sl_program* program, const void* table, const sl_batch* batch, int64_t feature, sl_matrix grad,
                              float* out, int32_t threads)
-    sl_status sl_update(sl_program* program, float* const* tables, const sl_state* states, const sl_rule* rules,
+    sl_status sl_update(sl_program* program, void* const* tables, const sl_state* states, const sl_rule* rules,
                         const sl_segment* segments, int64_t num_segments, int32_t threads)
     sl_status sl_count_lookups(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count)
     sl_status sl_count_rows(sl_program* program, int64_t table, const sl_segment* segments, int64_t num_segments, int64_t* count)

@@ -7,7 +7,19 @@ from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_ITEM, PySeque
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport free
 
-from sparselift._dlpack cimport View, exchange_of, has_memory, is_dense, is_float, is_int, is_matrix, sl_dl_exchange
+from sparselift._dlpack cimport (
+    SL_DL_BFLOAT,
+    SL_DL_FLOAT,
+    View,
+    exchange_of,
+    has_memory,
+    is_dense,
+    is_float,
+    is_int,
+    is_matrix,
+    is_table,
+    sl_dl_exchange,
+)
 from sparselift.kernels._status cimport allocate, check
 
 from threading import Lock
@@ -15,8 +27,9 @@ from threading import Lock
 import torch
 from torch import Tensor, get_num_threads
 
+from sparselift.dtypes import torch_dtype
 from sparselift.kernels import checks
-from sparselift.kernels.base import COALESCE_METHODS, PARTITIONS, POOLINGS, STORES, UPDATE_RULES
+from sparselift.kernels.base import COALESCE_METHODS, PARTITIONS, POOLINGS, STORES, UPDATE_RULES, WEIGHT_DTYPES
 
 cdef sl_dl_exchange* exchange = exchange_of(Tensor)
 cdef PyTypeObject* tensor_type = <PyTypeObject*>Tensor
@@ -140,7 +153,7 @@ cdef class Program:
     cdef sl_feature* feature_specs
     cdef int64_t* columns
     cdef sl_index_input* inputs
-    cdef float** weights
+    cdef void** weights
     cdef sl_state* states
     cdef sl_rule* rules
     cdef sl_matrix* outputs
@@ -161,7 +174,7 @@ cdef class Program:
         self.feature_specs = <sl_feature*>allocate(self.num_features, sizeof(sl_feature))
         self.columns = <int64_t*>allocate(self.num_features, sizeof(int64_t))
         self.inputs = <sl_index_input*>allocate(self.num_features, sizeof(sl_index_input))
-        self.weights = <float**>allocate(self.num_tables, sizeof(float*))
+        self.weights = <void**>allocate(self.num_tables, sizeof(void*))
         self.states = <sl_state*>allocate(self.num_tables, sizeof(sl_state))
         self.rules = <sl_rule*>allocate(self.num_tables, sizeof(sl_rule))
         self.outputs = <sl_matrix*>allocate(self.num_features, sizeof(sl_matrix))
@@ -196,7 +209,7 @@ cdef class Program:
         spec.rows, spec.dim = table.rows, table.dim
         spec.coalesce, spec.partition = COALESCE_METHODS.index(table.knobs.coalesce), PARTITIONS.index(table.knobs.partition)
         spec.prefetch, spec.dedup = min(table.knobs.prefetch, 2**20), table.knobs.dedup
-        spec.stores = STORES.index(table.knobs.stores)
+        spec.stores, spec.dtype = STORES.index(table.knobs.stores), WEIGHT_DTYPES.index(table.dtype)
         return 0
 
     cdef int _describe_feature(self, object feature, sl_feature* spec) except -1:
@@ -321,7 +334,7 @@ cdef class Program:
         cdef sl_status status
         self._read_outputs(batch, out)
         with nogil:
-            status = sl_forward(self.handle, <const float* const*>self.weights, batch.handle, self.outputs, threads)
+            status = sl_forward(self.handle, <const void* const*>self.weights, batch.handle, self.outputs, threads)
         check(status)
         return 0
 
@@ -331,7 +344,7 @@ cdef class Program:
             batch = self._prepare(indices, offsets, weights, get_num_threads())
         with self.busy:
             self._read_tables(tables)
-            out = tables[0].new_empty((sl_batch_num_bags(batch.handle, 0), self.width))
+            out = torch.empty((sl_batch_num_bags(batch.handle, 0), self.width), dtype=torch.float32, device=CPU)
             self._forward(batch, out)
         return batch, out
 
@@ -340,9 +353,14 @@ cdef class Program:
         cdef Py_ssize_t t
         fast = sequence(tables, "tables", "table", self.num_tables)
         for t in range(self.num_tables):
-            if not viewed(item(fast, t), &view) or not is_dense(&view, self.table_specs[t].rows, self.table_specs[t].dim):
+            if not self._read_table(item(fast, t), self.table_specs + t, &view):
                 return False
         return True
+
+    cdef bint _read_table(self, object tensor, const sl_table* spec, View* view) except -1:
+        """Whether `tensor` holds the weights of a table; then fills `view`."""
+        return viewed(tensor, view) and is_table(view, SL_DL_BFLOAT if spec.dtype == SL_BFLOAT16 else SL_DL_FLOAT,
+                                                 32 if spec.dtype == SL_FLOAT32 else 16, spec.rows, spec.dim)
 
     cdef int _check_batch(self, Batch batch) except -1:
         if batch.program is not self:
@@ -359,11 +377,11 @@ cdef class Program:
                 self.weights[t] = NULL
                 continue
             tensor = item(fast, t)
-            if not viewed(tensor, &view) or not is_dense(&view, self.table_specs[t].rows, self.table_specs[t].dim):
+            if not self._read_table(tensor, self.table_specs + t, &view):
                 spec = self.tables[t]
-                checks.check_dense(f"weight of table {spec.name!r}", tensor, (spec.rows, spec.dim))
+                checks.check_dense(f"weight of table {spec.name!r}", tensor, (spec.rows, spec.dim), torch_dtype(spec.dtype))
                 refuse(f"weight of table {spec.name!r}")
-            self.weights[t] = <float*>view.data
+            self.weights[t] = view.data
         return 0
 
     cdef bint _one_batch_size(self, Batch batch, int64_t bags):
@@ -463,8 +481,10 @@ cdef class Program:
                 parsed.kind, parsed.maximize = 1 + UPDATE_RULES.index(rule.kind), rule.maximize
                 parsed.lr, parsed.eps, parsed.weight_decay = rule.lr, rule.eps, rule.weight_decay
                 parsed.first_gain, parsed.second_gain = 1 - rule.betas[0], 1 - rule.betas[1]
+                parsed.stochastic, parsed.noise_key = rule.noise_key is not None, rule.noise_key or 0
                 previous = rule
-            if self.table_specs[t].coalesce == SL_COALESCE_NONE and parsed.kind != SL_SGD:
+            if ((self.table_specs[t].coalesce == SL_COALESCE_NONE and parsed.kind != SL_SGD)
+                    or (parsed.stochastic and self.table_specs[t].dtype == SL_FLOAT32)):
                 checks.check_rule(self.tables[t], rule)
             self.rules[t] = parsed
             if parsed.kind != SL_SGD and not self._read_state(t, parsed.kind, item(fast_states, t)):

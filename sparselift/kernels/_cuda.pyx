@@ -255,7 +255,7 @@ cdef class Program:
         return 0
 
     cdef int _read_rules(self, object rules) except -1:
-        """The fields of sl_rule a table, or None; kind 1 sgd, 2 adagrad, 3 rowwise_adagrad, 4 adam."""
+        """The fields of sl_rule a table, in order, or None; kind 1 sgd, 2 adagrad, 3 rowwise_adagrad, 4 adam."""
         cdef Py_ssize_t t
         cdef sl_rule* rule
         for t in range(self.num_tables):
@@ -263,7 +263,8 @@ cdef class Program:
             if rules[t] is None:
                 rule.kind = SL_RULE_ABSENT
             else:
-                rule.kind, rule.maximize, rule.lr, rule.eps, rule.weight_decay, rule.first_gain, rule.second_gain = rules[t]
+                rule.kind, rule.maximize, rule.lr, rule.eps, rule.weight_decay, rule.first_gain, rule.second_gain, \
+                    rule.stochastic, rule.noise_key = rules[t]
         return 0
 
     def update_workspace_bytes(self, rules, segments) -> int:

@@ -22,8 +22,9 @@ COALESCE_METHODS = ("chain", "none", "sort", "dense")
 PARTITIONS = ("bag", "table")
 STORES = ("auto", "cached", "streamed")
 UPDATE_RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
 
-# What a rule keeps of a table: nothing, Adagrad's sums, or Adam's first and second moments.
+# What a rule keeps of a table, in float32 whatever the weights are: nothing, Adagrad's sums, or Adam's first and second moments.
 State = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -33,7 +34,8 @@ class TableKnobs:
 
     coalesce: str = "chain"        # "chain", "sort", "dense": sum a row's gradients, then update once; lookups of a row are found by a head
                                    # for every row of the table, by a sort, or not at all: sums lie in a matrix of the table's shape that
-                                   # the program keeps. "none": SGD lookup by lookup, in id order
+                                   # the program keeps. "none": SGD lookup by lookup, in id order, and on float32 alone, since there
+                                   # would be a rounding a lookup
     prefetch: int = 64             # rows ahead of use to prefetch; 0 is off
     partition: str = "bag"         # forward work split among threads by "bag" or by "table"
     dedup: bool = False            # forward: gather each distinct row once, then pool from the gathered copy
@@ -42,7 +44,7 @@ class TableKnobs:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One embedding table (rows, dim)."""
+    """One embedding table (rows, dim), of one of WEIGHT_DTYPES. Everything that is computed from its weights is float32."""
 
     name: str
     rows: int
@@ -82,6 +84,8 @@ class UpdateRule:
     weight_decay: float = 0.0      # L2: g += weight_decay * w on touched rows, before the formula (rowwise_adagrad only)
     maximize: bool = False
     betas: tuple[float, float] = (0.0, 0.0)  # adam only
+    noise_key: int | None = None   # float16 and bfloat16 weights: None rounds to the nearest; a number of 64 bits rounds by chance, drawn
+                                   # from it, the row and the column (see `noise`), so that the mean is what the formula gives
 
 
 def state_shapes(kind: str, rows: int, dim: int) -> tuple[tuple[int, ...], ...]:
@@ -181,9 +185,10 @@ class BagProgram(ABC):
     def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
         """Pooled rows of every feature into `out`: one (B, width) float32 buffer, or one (B, D) tensor a feature.
 
-        Empty bags give zeros. Sums run in id order, in float32, so that an unweighted sum has torch's bits; on CUDA bags of more than
-        256 ids are summed in chunks of so many, and then in their order. Of equal maxima the first counts, and of NaNs one that comes
-        first in its bag. The batch notes where they came from (`maxima`): that is where gradients go.
+        Empty bags give zeros. Weights become float32 as they are read, which is exact. Sums run in id order, in float32, so that an
+        unweighted sum of float32 weights has torch's bits; on CUDA bags of more than 256 ids are summed in chunks of so many, and then
+        in their order. Of equal maxima the first counts, and of NaNs one that comes first in its bag. The batch notes where they came
+        from (`maxima`): that is where gradients go.
         `tables` are contiguous (R, D) weights in the order of `tables`.
         """
 
@@ -212,7 +217,9 @@ class BagProgram(ABC):
 
         Gradients of a row are summed over all segments in their order, inside a segment by feature and by id position
         (float32); on CUDA in chunks of 256, and then in their order. With coalesce="none" (sgd only) every lookup is
-        applied by itself: w = fma(-lr, g, w).
+        applied by itself: w = fma(-lr, g, w). The formula is computed in float32, and what it gives for a float16 or
+        bfloat16 weight is rounded once: to the nearest and ties to even; or, with a noise_key, up or down by chance, and a number that
+        the dtype has stays as it is.
         """
 
     @abstractmethod
@@ -234,7 +241,6 @@ class KernelBackend(ABC):
 
     name: str
     coalesce_methods: tuple[str, ...] = COALESCE_METHODS   # that `compile` takes
-    weight_dtypes: tuple[str, ...] = ("float32",)          # likewise
 
     @abstractmethod
     def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> BagProgram:

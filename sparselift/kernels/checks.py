@@ -17,6 +17,7 @@ from .base import (
     POOLINGS,
     STORES,
     UPDATE_RULES,
+    WEIGHT_DTYPES,
     BagProgram,
     FeatureSpec,
     IndexBatch,
@@ -32,7 +33,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 CPU = torch.device("cpu")              # where tensors must be, unless a backend says otherwise
 
 
-def check_specs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], *, weight_dtypes: tuple[str, ...] = ("float32",)) -> None:
+def check_specs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
     """Raises ValueError for a spec that no backend implements, naming it."""
     for table in tables:
         where = f"table {table.name!r}"
@@ -40,9 +41,10 @@ def check_specs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], *,
             raise ValueError(f"{where}: rows must be in 1..{MAX_ROWS}; got {table.rows}")
         if table.dim < 1:
             raise ValueError(f"{where}: dim must be at least 1; got {table.dim}")
-        if table.dtype not in weight_dtypes:
-            raise ValueError(f"{where}: weights must be {' or '.join(weight_dtypes)}; got {table.dtype}")
+        _one_of(where, "weights", table.dtype, WEIGHT_DTYPES)
         _one_of(where, "coalesce", table.knobs.coalesce, COALESCE_METHODS)
+        if table.knobs.coalesce == "none" and table.dtype != "float32":
+            raise ValueError(f"{where}: coalesce='none' rounds weights once a lookup and is for float32 alone; got {table.dtype}")
         _one_of(where, "partition", table.knobs.partition, PARTITIONS)
         _one_of(where, "stores", table.knobs.stores, STORES)
         if table.knobs.prefetch < 0:
@@ -96,6 +98,10 @@ def check_rule(table: TableSpec, rule: UpdateRule) -> None:
         raise ValueError(f"{where}: coalesce='none' allows sgd alone; got {rule.kind}")
     if rule.weight_decay and rule.kind != "rowwise_adagrad":
         raise ValueError(f"{where}: weight decay is defined for rowwise_adagrad alone; got {rule.weight_decay} with {rule.kind}")
+    if rule.noise_key is not None and table.dtype == "float32":
+        raise ValueError(f"{where}: rounding by chance is for {' and '.join(WEIGHT_DTYPES[1:])} weights; got a noise_key for float32")
+    if rule.noise_key is not None and not 0 <= rule.noise_key < 2**64:
+        raise ValueError(f"{where}: noise_key must be in 0..2**64 - 1; got {rule.noise_key}")
     if not all(0 <= beta < 1 for beta in rule.betas):
         raise ValueError(f"{where}: betas must be at least 0 and below 1; got {rule.betas}")
 

@@ -33,6 +33,7 @@ from .base import (
     COALESCE_METHODS,
     POOLINGS,
     UPDATE_RULES,
+    WEIGHT_DTYPES,
     BagProgram,
     FeatureSpec,
     IndexBatch,
@@ -62,7 +63,6 @@ from .checks import (
 )
 from .device_memory import device_memory
 
-DTYPES = ("float32", "float16", "bfloat16")
 CUDA_MODULE = "sparselift.kernels._cuda"
 
 
@@ -138,7 +138,7 @@ class CudaProgram(BagProgram):
         self._status = self.empty((backend.extension.STATUS_BYTES,), torch.uint8)
         with self._current_device():
             self.raw = backend.extension.Program(
-                [(table.rows, table.dim, DTYPES.index(table.dtype), COALESCE_METHODS.index(table.knobs.coalesce)) for table in tables],
+                [(table.rows, table.dim, WEIGHT_DTYPES.index(table.dtype), COALESCE_METHODS.index(table.knobs.coalesce)) for table in tables],
                 [(f.table, POOLINGS.index(f.pooling), f.weighted, f.include_last_offset, -1 if f.padding_idx is None else f.padding_idx)
                  for f in features],
                 dataclasses.asdict(backend.shape), self._status.data_ptr(), self.stream())
@@ -290,7 +290,8 @@ class CudaProgram(BagProgram):
         kept: list[Tensor] = []
         read = self._read_segments(segments, kept)
         given = [None if rule is None else (1 + UPDATE_RULES.index(rule.kind), rule.maximize, rule.lr, rule.eps, rule.weight_decay,
-                                            *(1 - beta for beta in rule.betas)) for rule in rules]
+                                            *(1 - beta for beta in rule.betas), rule.noise_key is not None, rule.noise_key or 0)
+                 for rule in rules]
         weights = [0 if tensor is None or rule is None else tensor.data_ptr() for tensor, rule in zip(tables, rules)]
         with self._turn():
             space = self._space(self.raw.update_workspace_bytes(given, read))
@@ -345,7 +346,6 @@ class CudaBackend(KernelBackend):
 
     name = "cuda"
     coalesce_methods = ("chain", "sort", "dense")
-    weight_dtypes = DTYPES
 
     def __init__(self, device: str | torch.device = "cuda", shape: KernelShape = KernelShape(), module: str = CUDA_MODULE,
                  memory: str = "torch") -> None:
@@ -392,7 +392,7 @@ class CudaBackend(KernelBackend):
 
     def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], shape: KernelShape | None = None) -> CudaProgram:
         """`shape` lays out this program's kernels, in place of the backend's. Raises ValueError for one that kernels do not have, too."""
-        check_specs(tables, features, weight_dtypes=self.weight_dtypes)
+        check_specs(tables, features)
         for table in tables:
             where = f"table {table.name!r}"
             if table.knobs.coalesce not in self.coalesce_methods:

@@ -32,6 +32,7 @@ from .checks import (
     id_error,
     offset_error,
 )
+from .noise import chance, round_by_chance
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ def _counts(spec: FeatureSpec, look: _Lookups) -> Tensor:
 def _pool(spec: FeatureSpec, table: Tensor, look: _Lookups) -> Tensor:
     """(B, D) pooled rows. Step j adds the j-th id of every bag that is long enough."""
     if spec.pooling == "none":
-        return table[look.ids]
+        return table[look.ids].float()
     starts, lengths = look.offsets[:-1], look.offsets.diff()
     pooled = torch.zeros(len(starts), table.shape[1], dtype=torch.float32)
     for step in range(int(lengths.max()) if len(lengths) else 0):
@@ -227,7 +228,7 @@ def _pool(spec: FeatureSpec, table: Tensor, look: _Lookups) -> Tensor:
         if spec.padding_idx is not None:
             kept = look.ids[lookups] != spec.padding_idx
             bags, lookups = bags[kept], lookups[kept]
-        rows = table[look.ids[lookups]]
+        rows = table[look.ids[lookups]].float()
         if look.weights is None:
             pooled[bags] += rows
         elif spec.padding_idx is None:
@@ -248,7 +249,7 @@ def _pool_max(spec: FeatureSpec, table: Tensor, look: _Lookups) -> tuple[Tensor,
         if spec.padding_idx is not None:
             kept = look.ids[lookups] != spec.padding_idx
             bags, lookups = bags[kept], lookups[kept]
-        rows = table[look.ids[lookups]]
+        rows = table[look.ids[lookups]].float()
         better = (positions[bags] < 0) | (rows > pooled[bags])
         pooled[bags] = torch.where(better, rows, pooled[bags])
         positions[bags] = torch.where(better, lookups[:, None], positions[bags])
@@ -300,27 +301,31 @@ def _sqrt(values: Tensor) -> Tensor:
 
 
 def _apply(table: Tensor, state: State, rule: UpdateRule, rows: Tensor, grads: Tensor) -> None:
-    """One step of the rule on `rows`, with the roundings of torch's own optimizers."""
-    weights = table[rows]
+    """One step of the rule on `rows`, rounded once to the weights' dtype."""
+    values = _stepped(table[rows].float(), state, rule, rows, grads)
+    if rule.noise_key is not None:
+        values = round_by_chance(values, chance(rule.noise_key, rows, values.shape[1]), table.dtype)
+    table[rows] = values.to(table.dtype)
+
+
+def _stepped(weights: Tensor, state: State, rule: UpdateRule, rows: Tensor, grads: Tensor) -> Tensor:
+    """The weights of `rows` after one step of the rule, with the roundings of torch's own optimizers. Updates the state."""
     grads = -grads if rule.maximize else grads
     if rule.weight_decay:
         grads = grads + torch.tensor(rule.weight_decay, dtype=torch.float32) * weights
     rate = torch.tensor(-rule.lr, dtype=torch.float32)
     if rule.kind == "sgd":
-        table[rows] = fma(rate, grads, weights)
-        return
+        return fma(rate, grads, weights)
     eps = torch.tensor(rule.eps, dtype=torch.float32)
     if rule.kind == "adam":
         assert isinstance(state, tuple)
         for moment, target, beta in zip(state, (grads, grads * grads), rule.betas):
             moment[rows] += (target - moment[rows]) * torch.tensor(1 - beta, dtype=torch.float32)
         first, second = (moment[rows] for moment in state)
-        table[rows] = weights + rate * (first / (_sqrt(second) + eps))
-        return
+        return weights + rate * (first / (_sqrt(second) + eps))
     assert isinstance(state, Tensor)
     if rule.kind == "adagrad":
         state[rows] += grads * grads
-        table[rows] = fma(rate, grads / (_sqrt(state[rows]) + eps), weights)
-    else:
-        state[rows] += grads.square().sum(1) / grads.shape[1]
-        table[rows] = weights + grads * (rate / (_sqrt(state[rows]) + eps))[:, None]
+        return fma(rate, grads / (_sqrt(state[rows]) + eps), weights)
+    state[rows] += grads.square().sum(1) / grads.shape[1]
+    return weights + grads * (rate / (_sqrt(state[rows]) + eps))[:, None]

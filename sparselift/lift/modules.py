@@ -140,7 +140,8 @@ MODULE_RULES = (
 
 WEIGHT_RULES = (
     Rule("a weight of another class", lambda w: type(w) is not nn.Parameter, "its weight is a {weight}", "use a plain nn.Parameter"),
-    Rule("another dtype", lambda w: w.dtype != torch.float32, "its weight is {dtype}", "float32 is lifted"),
+    Rule("another dtype", lambda w: w.dtype != torch.float32, "its weight is {dtype}",
+         "float32 is lifted; sparselift.nn runs float16 and bfloat16 in the kernels without a plan"),
     Rule("another device", lambda w: w.device.type != "cpu", "its weight is on {device}", "tables on the CPU are lifted"),
     Rule("a weight with other strides", lambda w: not w.is_contiguous(), "its weight is not contiguous (strides {strides})",
          "weight.data = weight.data.contiguous()"),

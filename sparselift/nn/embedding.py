@@ -20,7 +20,7 @@ from .routed import RoutedModule
 class EmbeddingBag(RoutedModule, nn.EmbeddingBag):
     """torch.nn.EmbeddingBag, with its signature, attributes and state_dict, in one fused kernel call.
 
-    Float32 tables on the CPU run in the kernels; unweighted sums and maxima have torch's bits. What else
+    Float32, float16 and bfloat16 tables on the CPU run in the kernels; unweighted sums and maxima of float32 have torch's bits. What else
     torch's module takes runs in torch, and `last_path` says why. Batches are checked either way. Where torch 2.13 is wrong
     this is not: gradients with scale_grad_by_freq and of half-precision tables, and 2-D inputs of empty bags.
     A backward with create_graph=True can be differentiated again. torch.compile and torch.export hold the lookup as one node.
@@ -91,9 +91,9 @@ class Embedding(RoutedModule, nn.Embedding):
     """torch.nn.Embedding, with its signature, attributes and state_dict, and kernels where they gain.
 
     Without pooling there is little to fuse: torch's own operation runs lookups that have sparse gradients or are small.
-    Large ones into float32 tables on the CPU with dense gradients run in the kernels; `last_path` says which it was. Gradients
-    with scale_grad_by_freq and of half-precision tables are summed in float32. torch.compile and torch.export hold the lookup as
-    one node.
+    Large ones into float32 tables on the CPU with dense gradients, and all into float16 and bfloat16 ones, run in the kernels; `last_path`
+    says which it was. Gradients with scale_grad_by_freq and of half-precision tables are summed in float32. torch.compile and torch.export
+    hold the lookup as one node.
 
     Raises
     ------

@@ -31,7 +31,7 @@ class TableBatchedEmbeddingBags(RoutedModule):
     device  of the tables
     dtype   of the tables; by default that of an ir.Table, else torch's default
 
-    Tables that are not float32 on the CPU run in torch, one by one; `last_path` says so.
+    Tables that are not all float32, all float16 or all bfloat16, on the CPU, run in torch, one by one; `last_path` says so.
 
     Parameters are `weights.0`, `weights.1` ..., (rows, dim) each, drawn from N(0, 1) as torch.nn.EmbeddingBag's are.
 

@@ -20,8 +20,8 @@ value.
 ## Lookups by themselves
 
 `sparselift.nn.EmbeddingBag` and `Embedding` and `sparselift.functional.embedding_bag` and `embedding` take whatever torch's take, in any
-dtype. Float32 tables on the CPU run in the fused kernels. In these cases torch's own operations run, on batches that were validated
-first, and `last_path` says so:
+dtype. Float32, float16 and bfloat16 tables on the CPU run in the fused kernels. In these cases torch's own operations run, on batches
+that were validated first, and `last_path` says so:
 
 | case | `last_path` |
 |---|---|

@@ -150,7 +150,7 @@ class TestRefusals:
         ({"rows": 0}, {}, "table 't': rows must be in"),
         ({"rows": 2**31}, {}, "table 't': rows must be in"),
         ({"dim": 0}, {}, "table 't': dim must be at least 1; got 0"),
-        ({"dtype": "float64"}, {}, "table 't': weights must be float32.*; got float64"),
+        ({"dtype": "float64"}, {}, "table 't': weights must be one of float32, float16, bfloat16; got 'float64'"),
         ({"knobs": TableKnobs(coalesce="hash")}, {}, "table 't': coalesce must be one of chain, none, sort, dense; got 'hash'"),
         ({"knobs": TableKnobs(partition="row")}, {}, "table 't': partition must be one of bag, table; got 'row'"),
         ({"knobs": TableKnobs(stores="nt")}, {}, "table 't': stores must be one of auto, cached, streamed; got 'nt'"),

@@ -106,7 +106,8 @@ def test_a_step_of_many_tables_takes_twelve_launches_at_most(simt: Simt) -> None
 
 def test_a_step_of_small_tables_takes_five(simt: Simt) -> None:
     launches = step(simt, [TableSpec(f"t{t}", 40, 8) for t in range(3)], torch.arange(9), 2)
-    assert launches == {"put_kernel<960>": 2, "prepare_kernel": 1, "bag_forward_kernel<float, 4>": 1, "dense_rows_kernel<float>": 1}
+    assert launches == {"put_kernel<960>": 2, "prepare_kernel": 1, "bag_forward_kernel<float, 4>": 1,
+                        "dense_rows_kernel<float, ApplyRule>": 1}
 
 
 @pytest.mark.parametrize(("key_bits", "passes"), [(1, 1), (8, 1), (9, 2), (29, 4), (32, 4)])

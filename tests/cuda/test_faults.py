@@ -10,7 +10,7 @@ from sparselift.kernels.cuda import CudaProgram
 from tests.simt.module import Simt
 
 TABLE = torch.arange(1.0, 12.0)[:, None].repeat(1, 4)      # row r holds r + 1
-SGD = [(1, False, 1.0, 0.0, 0.0, 0.0, 0.0)]
+SGD = [(1, False, 1.0, 0.0, 0.0, 0.0, 0.0, False, 0)]
 GOOD = torch.tensor([0, 1, 2, 3, 4, 5])
 
 

@@ -8,8 +8,8 @@ from itertools import product
 
 import torch
 
-from sparselift.kernels.base import FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
-from sparselift.kernels.cuda import DTYPES, KernelShape
+from sparselift.kernels.base import WEIGHT_DTYPES, FeatureSpec, Segment, TableKnobs, TableSpec, UpdateRule
+from sparselift.kernels.cuda import KernelShape
 from sparselift.kernels.interaction import CudaInteraction, InteractionSpec
 from tests.simt.emulator import ROOT
 from tests.simt.module import Simt
@@ -31,6 +31,9 @@ def run_bags(simt: Simt, dtype: str, coalesce: str, loads: int) -> None:
     segments = [Segment(batch, [torch.ones(1, 16), None])]
     program.update([weight], [None], [UpdateRule("sgd", 0.5)], segments)
     assert weight[0].unique().tolist() == [1 - LONG / 2]
+    if dtype != "float32":
+        program.update([weight], [None], [UpdateRule("sgd", 0.5, noise_key=7)], segments)
+        assert weight[0].unique().tolist() == [1 - LONG]       # which is a number of the dtype, and has no chance
     assert program.coalesced_grad(0, segments)[1].unique().tolist() == [LONG]
     assert program.expanded_grad(0, segments)[1].shape == (LONG, 16)
     assert batch.indices(0).equal(ids)
@@ -52,7 +55,7 @@ def around_exchanges() -> set[str]:
 def test_every_instantiation_has_run(emulator: Simt) -> None:
     emulator.set_schedule("forward")
     emulator.take_launches()
-    for dtype, (coalesce, loads) in product(DTYPES, [("sort", 4), ("dense", 8)]):
+    for dtype, (coalesce, loads) in product(WEIGHT_DTYPES, [("sort", 4), ("dense", 8)]):
         run_bags(emulator, dtype, coalesce, loads)
     run_interaction(emulator)
     with (ROOT / "csrc/cuda/budget.csv").open(newline="") as file:

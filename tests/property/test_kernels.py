@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparselift.dtypes import torch_dtype
 from sparselift.kernels import available_backends, get_backend
 from sparselift.kernels.base import (
     COALESCE_METHODS,
     POOLINGS,
     STORES,
     UPDATE_RULES,
+    WEIGHT_DTYPES,
     FeatureSpec,
     Segment,
     TableKnobs,
@@ -41,10 +43,16 @@ def cases(draw) -> Case:
         include_last=draw(st.booleans()), shared=draw(st.booleans()),
         index_dtypes=draw(st.sampled_from([[torch.int64], [torch.int32, torch.int64, torch.int64]])))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    case.weights = [torch.randn(w.shape, generator=generator) for w in case.weights]
     case.sample_weights = [None if w is None else torch.randn(w.shape, generator=generator) for w in case.sample_weights]
-    case.tables = [dataclasses.replace(table, knobs=draw(knobs)) for table in case.tables]
+    case.tables = [draw(any_kind_of(table)) for table in case.tables]
+    case.weights = [torch.randn(w.shape, generator=generator).to(torch_dtype(t.dtype)) for w, t in zip(case.weights, case.tables)]
     return case
+
+
+def any_kind_of(table: TableSpec) -> st.SearchStrategy[TableSpec]:
+    """Of every dtype, and with every knob that it takes."""
+    taken = st.tuples(st.sampled_from(WEIGHT_DTYPES), knobs).filter(lambda pair: pair[0] == "float32" or pair[1].coalesce != "none")
+    return taken.map(lambda pair: dataclasses.replace(table, dtype=pair[0], knobs=pair[1]))
 
 
 def backends() -> st.SearchStrategy[str]:
@@ -90,7 +98,8 @@ class TestAgainstTheReference:
         for rule, *pair in zip(rules, *(zip(weights, states) for weights, states in results)):
             for mine, other in zip(*((weight, *parts_of(state)) for weight, state in pair)):
                 if rule.kind == "rowwise_adagrad":
-                    assert torch.allclose(mine, other, rtol=1e-5, atol=1e-5)
+                    relative = max(1e-5, torch.finfo(mine.dtype).eps)
+                    assert torch.allclose(mine, other, rtol=relative, atol=1e-5)
                 else:
                     assert torch.equal(mine, other)
 

@@ -330,20 +330,23 @@ def test_rows_scaled_by_frequency(dtype: torch.dtype, sparse: bool, padding_idx:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_half_precision_values(mode: str) -> None:
-    """Sums in float32, rounded once."""
+    """Sums in float32, rounded once, in the kernels."""
     module = filled(EmbeddingBag(ROWS, DIM, mode=mode, dtype=torch.bfloat16, padding_idx=0), torch.rand(ROWS, DIM))
     want = pool(module.weight.detach().double().numpy(), BAGS, mode, padding_idx=0)
     out = module(IDS, STARTS)
     assert torch.equal(out, torch.from_numpy(want.out).float().bfloat16())
-    assert module.last_path == "torch: weight is torch.bfloat16"
+    assert module.last_path == "fused bag"
 
 
 def test_half_precision_per_sample_weights() -> None:
     factors = [[0.5] * len(ids) for ids in BAGS]
     module = filled(EmbeddingBag(ROWS, DIM, mode="sum", dtype=torch.float16), integers(ROWS, DIM))
     want = pool(module.weight.detach().double().numpy(), BAGS, "sum", factors)
+    with pytest.raises(TypeError, match=r"per-sample weights must have the weight's dtype torch\.float16; got torch\.float32"):
+        module(IDS, STARTS, flat(factors, torch.float32))
     given = flat(factors, torch.float16).requires_grad_()
     out = module(IDS, STARTS, given)
+    assert module.last_path == "fused bag"
     out.sum().backward()
     np.testing.assert_array_equal(out.detach().numpy(), want.out)
     np.testing.assert_array_equal(dense_grad(module.weight), want.weight_grad)

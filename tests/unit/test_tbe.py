@@ -181,16 +181,19 @@ def test_training_beside_torch() -> None:
         torch.testing.assert_close(weight, bag.weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_run_in_torch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "path"), [(torch.float64, "torch: weights.0 is torch.float64"), (torch.bfloat16, "fused bag"),
+                                             (None, "torch: tables are bfloat16 and float32, and one call gives one dtype")])
+def test_other_dtypes(dtype: torch.dtype | None, path: str) -> None:
     module = whole_numbers(TableBatchedEmbeddingBags(TABLES, dtype=dtype))
+    if dtype is None:
+        module.weights[0].data = module.weights[0].data.bfloat16()
     indices, offsets = batch(TABLES, [[2, 0, 1], [3, 5, 0], [1, 2, 9]])
     out, (want, bags) = module(indices, offsets), torchs(module, indices, offsets)
-    assert torch.equal(out, want)
+    assert torch.equal(out, want) and out.dtype == want.dtype
     for each in (out, want):
         each.sum().backward()
     assert all(torch.equal(weight.grad.to_dense(), bag.weight.grad.to_dense()) for weight, bag in zip(module.weights, bags))
-    assert module.last_path == f"torch: weights.0 is {dtype}"
+    assert module.last_path == path
 
 
 def test_modules_that_change_dtype_after_a_call() -> None:
