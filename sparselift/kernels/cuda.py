@@ -138,7 +138,8 @@ class CudaProgram(BagProgram):
         self._status = self.empty((backend.extension.STATUS_BYTES,), torch.uint8)
         with self._current_device():
             self.raw = backend.extension.Program(
-                [(table.rows, table.dim, WEIGHT_DTYPES.index(table.dtype), COALESCE_METHODS.index(table.knobs.coalesce)) for table in tables],
+                [(table.rows, table.dim, WEIGHT_DTYPES.index(table.dtype), COALESCE_METHODS.index(table.knobs.coalesce))
+                 for table in tables],
                 [(f.table, POOLINGS.index(f.pooling), f.weighted, f.include_last_offset, -1 if f.padding_idx is None else f.padding_idx)
                  for f in features],
                 dataclasses.asdict(backend.shape), self._status.data_ptr(), self.stream())
