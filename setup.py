@@ -129,7 +129,9 @@ class BuildKernels(build_ext):
     def build_extensions(self) -> None:
         """Sources of kernels first: they take longest, and extensions share some of them."""
         sources = sorted({source for ext in self.extensions for source in KERNEL_SOURCES[ext.name]}, key=slowest_first)
-        self.architectures = self.note_architectures()
+        self.notes = {".cu": self.note("nvcc", (str(NVCC), NVCC_FLAGS)),
+                      ".cpp": self.note("g++", (self.compiler.compiler_so, FLAGS, EXTRA_FLAGS, ISA_FLAGS, os.environ.get("CXXFLAGS"))),
+                      ".c": self.note("gcc", (self.compiler.compiler_so, os.environ.get("CFLAGS")))}
         with ThreadPoolExecutor(CORES) as pool:
             self.made = dict(zip(sources, pool.map(self.compile_kernels, sources)))
         super().build_extensions()
@@ -137,15 +139,15 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         ext.extra_objects = [self.made[source] for source in KERNEL_SOURCES[ext.name]]
         ext.extra_link_args = ["-lstdc++", "-ldl", "-lpthread", *EXTRA_FLAGS]
+        ext.depends += self.notes.values()
         if ext.name == CUDA_MODULE:
-            ext.depends.append(self.architectures)
             ext.extra_link_args += [static_runtime(), "-lrt", "-Wl,--exclude-libs,ALL"]
         ext.extra_compile_args = ["-O2", "-Wno-unused-function", *EXTRA_FLAGS, *os.environ.get("CFLAGS", "").split()]
         super().build_extension(ext)
 
-    def note_architectures(self) -> str:
-        """A file that is newer than what was compiled for other ones."""
-        noted, now = Path(self.build_temp, "architectures"), repr(ARCHITECTURES)
+    def note(self, compiler: str, settings: object) -> str:
+        """A file that is newer than what was compiled with other settings."""
+        noted, now = Path(self.build_temp, f"settings of {compiler}"), repr(settings)
         if not noted.exists() or noted.read_text() != now:
             noted.parent.mkdir(parents=True, exist_ok=True)
             noted.write_text(now)
@@ -154,8 +156,7 @@ class BuildKernels(build_ext):
     def compile_kernels(self, source: str) -> str:
         """The object of one source, made anew where something that it may depend on has changed."""
         made = Path(self.build_temp, source).with_suffix(".o")
-        for_device = [self.architectures] if source.endswith(".cu") else []
-        if not self.force and not newer_group([source, *HEADERS, __file__, *for_device], str(made)):
+        if not self.force and not newer_group([source, *HEADERS, __file__, self.notes[Path(source).suffix]], str(made)):
             return str(made)
         if source.endswith(".cu"):
             made.parent.mkdir(parents=True, exist_ok=True)

@@ -95,9 +95,12 @@ class _Pass(Generic[Batch]):
             raise StopIteration
         self._hand_over(self._items[0])
         item = self._items.popleft()
-        if item.error is not None:
+        if item.error is None:
+            return item.batch
+        try:
             raise item.error
-        return item.batch
+        finally:
+            del item                                             # which the error refers to: nothing in a circle would keep the thread
 
     def close(self) -> None:
         """Stop the thread, and forget what it has prepared."""

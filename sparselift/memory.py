@@ -108,7 +108,7 @@ class HugePageSet:
 
     def __init__(self) -> None:
         self.found: dict[str, HugePages] = {}                # what the kernel gave to each
-        self._moved: list[tuple[weakref.ref[Tensor], int]] = []      # with their addresses
+        self._moved: dict[int, weakref.ref[Tensor]] = {}      # by address
 
     def __reduce__(self) -> tuple[type[HugePageSet], tuple[()]]:
         return HugePageSet, ()
@@ -117,17 +117,17 @@ class HugePageSet:
         """Move tensors into huge pages, by the names under which `found` is to list them. Values and addresses stay."""
         for name, tensor in tensors.items():
             if not huge_pages(tensor).prevail:
-                self._moved.append((weakref.ref(tensor), tensor.data_ptr()))
+                self._moved[tensor.data_ptr()] = weakref.ref(tensor)
             self.found[name] = set_huge_pages(tensor, True)
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """`add` these, and move back what was moved here before and is not among them, if its memory is still the same."""
         wanted = {tensor.data_ptr() for tensor in tensors.values()}
-        for reference, address in self._moved:
+        for address, reference in self._moved.items():
             tensor = reference()
             if tensor is not None and tensor.data_ptr() == address and address not in wanted:
                 set_huge_pages(tensor, False)
-        self._moved = [moved for moved in self._moved if moved[1] in wanted]
+        self._moved = {address: reference for address, reference in self._moved.items() if address in wanted}
         self.found = {}
         self.add(tensors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                                itself: steps too small for the dtype add up. A weight is off by less than one spacing a step
 
     Chance is drawn from rounding_seed, the position of the parameter in the optimizer, its step, row and column: `state_dict` holds all
-    that it takes to go on with the same bits.
+    that it takes to go on with the same bits. A step is counted in float32, as torch counts it: from 2^24 on every step draws alike.
 
     State: `sum`, (rows,) of the parameter's dtype, float32 where it is rounded by chance; `step`, 0-d float32, as in torch.optim.Adagrad.
     """
@@ -47,6 +48,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                             ("initial_accumulator_value", initial_accumulator_value)):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0; got {value}")
+        if rounding_seed is not None:
+            rounding_seed = _seed(rounding_seed)
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay,
                                   "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
                                   "rounding_seed": rounding_seed})
@@ -66,12 +69,19 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                                        requires_grad=False),
             }
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of groups that were saved before there was a seed."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("rounding_seed", None)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would make the sums of the parameters' dtype."""
+        """As torch's, which would make the sums of the parameters' dtype: those of weights that are rounded by chance are taken from
+        `state_dict` as they are there."""
         super().load_state_dict(state_dict)
         saved = (state_dict["state"].get(number, {}) for group in state_dict["param_groups"] for number in group["params"])
         for state, (group, weight) in zip(saved, self._parameters()):
-            if "sum" in state:
+            if "sum" in state and _is_rounded(weight, group):
                 self.state[weight]["sum"] = state["sum"].to(weight.device, _sum_dtype(weight, group), copy=True)
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -91,6 +101,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 _rowwise_adagrad(weight, weight.grad, state["sum"], group, key)
                 state["step"] += 1
         return loss
+
+
+def _seed(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"rounding_seed must be None or an integer; got {value!r}") from None
 
 
 def _is_rounded(weight: Tensor, group: dict[str, Any]) -> bool:
@@ -116,7 +133,7 @@ def _rowwise_adagrad(weight: Tensor, grad: Tensor, row_sum: Tensor, group: dict[
     if group["maximize"]:
         grad = -grad
     if group["weight_decay"]:
-        grad = grad + group["weight_decay"] * weight[rows]
+        grad = grad + group["weight_decay"] * weight[rows].to(grad.dtype)
     new_sum = row_sum[rows] + grad.square().mean(1)                 # (U,)
     row_sum[rows] = new_sum
     change = grad * (-group["lr"] / (new_sum.sqrt() + group["eps"]))[:, None]

@@ -50,7 +50,6 @@ inline Mask mask_for(int64_t lanes) { return static_cast<Mask>(lanes); }
 
 #include "half_portable.h"
 
-typedef uint32_t Words __attribute__((vector_size(16)));
 inline Words words_of(Shorts x) { return __builtin_convertvector(x, Words); }
 inline Shorts shorts_of(Words x) { return __builtin_convertvector(x, Shorts); }
 inline Words truncated(Vec x) { return reinterpret_cast<Words>(__builtin_convertvector(x, Flags)); }

@@ -61,7 +61,8 @@ __device__ inline bool refill(const RowSources& from, const RowQueue& queue, Row
             const bool is_found = __any_sync(kWholeWarp, has_any) != 0;
 #pragma unroll
             for (int w = 0; w < kWindows && is_found; ++w) {
-                const int32_t k = scan.next + w * kWarp + lane, bag = is_mine[w] ? bag_of(lookups, k) : -1;
+                const auto k = static_cast<int32_t>(static_cast<int64_t>(scan.next) + w * kWarp + lane);      // may be past all where it is not mine
+                const int32_t bag = is_mine[w] ? bag_of(lookups, k) : -1;
                 const unsigned found = __ballot_sync(kWholeWarp, bag >= 0);
                 if (bag >= 0) {
                     const int32_t place = scan.tail + __popc(found & ((1u << lane) - 1));

@@ -29,8 +29,8 @@ sl_status check_launch(cudaError_t error, std::string_view kernel, const LaunchS
 
 namespace detail {
 
-/// Beyond this a kernel must ask for dynamic shared memory.
-constexpr std::size_t kDefaultSharedBytes = 48 << 10;
+/// What a kernel has without asking, static and dynamic shared memory together, and more than any of ours has static.
+constexpr std::size_t kDefaultSharedBytes = 48 << 10, kMostStaticBytes = 36 << 10;
 
 /// Keeps arguments out of deduction, so that they convert to what the kernel takes.
 template <typename T>
@@ -42,7 +42,7 @@ template <auto kKernel, typename... Parameters>
 sl_status launch(void (*)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                  typename Parameter<Parameters>::type... arguments) {
     static_assert((sizeof(Parameters) + ... + 0) <= 32764, "a kernel takes at most 32,764 bytes of arguments");
-    if (shape.shared_bytes > kDefaultSharedBytes) {
+    if (shape.shared_bytes > kDefaultSharedBytes - kMostStaticBytes) {
         const cudaError_t error =
             cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
         if (error != cudaSuccess) return check_launch(error, kernel_name<kKernel>(), shape);

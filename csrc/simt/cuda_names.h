@@ -32,5 +32,8 @@
 
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
-    return bytes >= 0 && bytes <= static_cast<int>(sparselift::simt::SharedMemory::kBlockBytes) ? cudaSuccess : cudaErrorInvalidValue;
+    using sparselift::simt::SharedMemory;
+    if (bytes < 0 || bytes > static_cast<int>(SharedMemory::kBlockBytes)) return cudaErrorInvalidValue;
+    SharedMemory::asked_bytes = static_cast<std::size_t>(bytes);
+    return cudaSuccess;
 }

@@ -66,7 +66,7 @@ cudaError_t Machine::run(dim3 grid, dim3 block, std::size_t shared_bytes, void (
     text_[0] = '\0';
     const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
     if (!fits(grid, kMaxGrid) || !fits(block, kMaxBlock) || threads > kMaxThreads) return cudaErrorInvalidConfiguration;
-    if (shared_bytes > SharedMemory::kBlockBytes) return cudaErrorInvalidValue;
+    if (shared_bytes > std::max(SharedMemory::asked_bytes, SharedMemory::kStaticBytes)) return cudaErrorInvalidValue;
     if (!threads_) threads_.reset(new (std::nothrow) Thread[kMaxThreads]);
     num_threads_ = static_cast<int>(threads);
     if (!threads_ || !stacks_.reserve(num_threads_)) return cudaErrorMemoryAllocation;
@@ -214,7 +214,9 @@ void Machine::schedule_point() {
 }  // namespace
 
 cudaError_t run_grid(dim3 grid, dim3 block, std::size_t shared_bytes, void (*body)(const void*), const void* closure) {
-    return machine.run(grid, block, shared_bytes, body, closure);
+    const cudaError_t error = machine.run(grid, block, shared_bytes, body, closure);
+    SharedMemory::asked_bytes = 0;
+    return error;
 }
 
 const char* fault_text() { return machine.text(); }
@@ -236,8 +238,8 @@ void note_traffic(bool is_store, const void* address, std::size_t bytes, Site si
 std::size_t static_shared(const void* key, std::size_t bytes, std::size_t alignment, const char* name, Site site) {
     const std::ptrdiff_t offset = machine.shared().static_array(key, bytes, alignment);
     if (offset < 0)
-        fault(cudaErrorInvalidValue, site, "array '%s' of %zu bytes: static shared memory has at most %zu, and %zu with the launch's", name,
-              bytes, SharedMemory::kStaticBytes, SharedMemory::kBlockBytes);
+        fault(cudaErrorInvalidValue, site, "array '%s' of %zu bytes: static shared memory has at most %zu, and %zu with the launch's %zu", name,
+              bytes, SharedMemory::kStaticBytes, machine.shared().limit(), machine.shared().dynamic_bytes());
     return static_cast<std::size_t>(offset);
 }
 

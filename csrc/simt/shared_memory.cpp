@@ -39,7 +39,7 @@ std::ptrdiff_t SharedMemory::static_array(const void* key, std::size_t bytes, st
     for (const StaticArray& array : arrays_)
         if (array.key == key) return static_cast<std::ptrdiff_t>(array.offset);
     const std::size_t offset = (used_bytes_ + alignment - 1) / alignment * alignment;
-    if (offset + bytes > kBlockBytes || offset + bytes - dynamic_bytes_ > kStaticBytes) return -1;
+    if (offset + bytes > limit() || offset + bytes - dynamic_bytes_ > kStaticBytes) return -1;
     arrays_.push_back({key, offset});
     used_bytes_ = offset + bytes;
     return static_cast<std::ptrdiff_t>(offset);

@@ -36,10 +36,17 @@ class SharedMemory {
     static constexpr std::size_t kBlockBytes = 163 << 10;     // of sm_80, the smallest of the architectures that are built for
     static constexpr std::size_t kStaticBytes = 48 << 10;
 
+    /// Dynamic bytes that the next launch may have; without, static and dynamic ones have kStaticBytes together.
+    static inline thread_local std::size_t asked_bytes = 0;
+
     /// Contents become poison, every byte unwritten; the first `dynamic_bytes` belong to the launch.
     void start_block(std::size_t dynamic_bytes);
 
     std::size_t dynamic_bytes() const { return dynamic_bytes_; }
+
+    /// Of static and dynamic memory together.
+    std::size_t limit() const { return dynamic_bytes_ <= asked_bytes ? kBlockBytes : kStaticBytes; }
+
     unsigned char* data() { return bytes_.data(); }
 
     /// The offset of the static array that `key` stands for; all threads of a block get one. Negative past the limits.

@@ -280,7 +280,7 @@ cdef class Program:
         if not viewed(indices, &view) or not is_int(&view) or view.ndim != 1 or view.shape[0] > MAX_LOOKUPS:
             name = self.features[f].name
             checks.check_vector(name, "indices", indices, checks.INDEX_DTYPES)
-            checks.check_lookup_count(name, len(indices))
+            checks.check_lookup_count(f"feature {name!r}", len(indices))
             refuse(f"feature {name!r}: indices")
         given.ids, given.num_ids, given.id_stride = view.data, view.shape[0], view.strides[0]
         given.ids_are_64 = view.bits == 64

@@ -205,10 +205,10 @@ def check_kind(what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *, de
         raise TypeError(f"{what} must be strided; got {tensor.layout}")
 
 
-def check_lookup_count(feature: str, count: int) -> None:
+def check_lookup_count(where: str, count: int) -> None:
     """Raises ValueError where positions would not fit int32."""
     if count > MAX_LOOKUPS:
-        raise ValueError(f"feature {feature!r}: at most {MAX_LOOKUPS} ids a batch; got {count}")
+        raise ValueError(f"{where}: at most {MAX_LOOKUPS} ids a batch; got {count}")
 
 
 def check_weights(spec: FeatureSpec, weights: Tensor | None, count: int, *, device: torch.device = CPU) -> None:

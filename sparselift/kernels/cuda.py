@@ -13,7 +13,6 @@ prefetching would.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 from collections.abc import Iterator, Sequence
@@ -131,8 +130,9 @@ class CudaProgram(BagProgram):
     Calls take turns. What a call reads must stay unchanged until the device has run it, as for any operation of torch.
     """
 
-    def __init__(self, backend: CudaBackend, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
-        self.backend, self.tables, self.features = backend, tuple(tables), tuple(features)
+    def __init__(self, backend: CudaBackend, tables: Sequence[TableSpec], features: Sequence[FeatureSpec],
+                 shape: KernelShape | None = None) -> None:
+        self.backend, self.tables, self.features, self._shape = backend, tuple(tables), tuple(features), shape
         self._busy = Lock()
         self._workspaces: dict[int, Tensor] = {}               # one a stream
         self._status = self.empty((backend.extension.STATUS_BYTES,), torch.uint8)
@@ -142,10 +142,10 @@ class CudaProgram(BagProgram):
                  for table in tables],
                 [(f.table, POOLINGS.index(f.pooling), f.weighted, f.include_last_offset, -1 if f.padding_idx is None else f.padding_idx)
                  for f in features],
-                dataclasses.asdict(backend.shape), self._status.data_ptr(), self.stream())
+                dataclasses.asdict(shape or backend.shape), self._status.data_ptr(), self.stream())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CudaProgram, (self.backend, self.tables, self.features)
+        return CudaProgram, (self.backend, self.tables, self.features, self._shape)
 
     @property
     def device(self) -> torch.device:
@@ -238,7 +238,7 @@ class CudaProgram(BagProgram):
                       kept: list[Tensor]) -> tuple[int, ...]:
         """The fields of sl_index_input."""
         check_vector(spec.name, "indices", indices, INDEX_DTYPES, device=self.device)
-        check_lookup_count(spec.name, len(indices))
+        check_lookup_count(f"feature {spec.name!r}", len(indices))
         check_weights(spec, weights, len(indices), device=self.device)
         ids = as_array(indices.detach())
         bounds, length = (0, 0, 0, 0), 0
@@ -402,11 +402,7 @@ class CudaBackend(KernelBackend):
             if table.knobs.coalesce == "dense" and not self.takes_dense(table):
                 raise ValueError(f"{where}: coalesce='dense' takes up to {self.extension.MOST_DENSE_ROWS} rows of "
                                  f"{self.extension.MOST_DENSE_COLUMNS} columns on CUDA; got {table.rows} of {table.dim}")
-        backend = self
-        if shape is not None:
-            backend = copy.copy(self)
-            backend.shape = shape
-        return CudaProgram(backend, tables, features)
+        return CudaProgram(self, tables, features, shape)
 
     def current_device(self) -> AbstractContextManager[Any]:
         """Launches inside go to the backend's device, whichever is current."""

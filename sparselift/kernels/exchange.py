@@ -173,8 +173,8 @@ class ExchangeKernels(ABC):
         one float32 rounding an addition; zeros for one without a use. None among `grads`: zeros, not added; among `source_grads`: not
         wanted."""
         batch = _batch_of((*grads, *source_grads))
-        self._check_groups("grads", spec.group_widths, grads, batch)
-        self._check_groups("source_grads", spec.source_widths, source_grads, batch, written=True)
+        self._check_groups("grads", spec.group_widths, grads, batch, optional=True)
+        self._check_groups("source_grads", spec.source_widths, source_grads, batch, written=True, optional=True)
         self._regroup(spec, True, batch, [None if grad is None else _with_unit_columns(grad.detach()) for grad in grads],
                       [None if grad is None else grad.detach() for grad in source_grads])
 
@@ -221,10 +221,11 @@ class ExchangeKernels(ABC):
         if buffer.data_ptr() % ALIGNMENT:
             raise ValueError(f"the buffer must begin at a multiple of {ALIGNMENT} bytes; its address is {buffer.data_ptr():#x}")
 
-    def _check_groups(self, what: str, widths: Sequence[int], matrices: Sequence[Tensor | None], batch: int, written: bool = False) -> None:
+    def _check_groups(self, what: str, widths: Sequence[int], matrices: Sequence[Tensor | None], batch: int, written: bool = False,
+                      optional: bool = False) -> None:
         check_count(what, "matrix", len(matrices), len(widths))
         for place, (width, matrix) in enumerate(zip(widths, matrices)):
-            if matrix is not None:
+            if matrix is not None or not optional:
                 check_rows(f"{what}[{place}]", matrix, (batch, width), device=self.device)
                 if written:
                     _check_unit_columns(f"{what}[{place}]", matrix)

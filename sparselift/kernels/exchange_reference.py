@@ -26,8 +26,9 @@ class ReferenceExchange(ExchangeKernels):
         self.device = torch.device(device)
 
     def _dedup(self, ids: Tensor, rows: int, found: Distinct) -> None:
+        ids = ids.long()                                        # `rows` may be more than int32 holds
         is_row = (ids >= 0) & (ids < rows)
-        distinct, slots = torch.unique(ids[is_row].long(), return_inverse=True)
+        distinct, slots = torch.unique(ids[is_row], return_inverse=True)
         found.ids[:len(distinct)] = distinct
         found.slots.fill_(-1)[is_row] = slots.int()
         found.count.fill_(len(distinct))

@@ -168,7 +168,7 @@ class CudaInteraction(InteractionKernel):
         read = self._read("vectors", vectors, vectors, batch)
         grads = None if vector_grads is None else self._read("vector_grads", vector_grads, vectors, batch)
         with self.backend.current_device():
-            space = torch.empty(self._raw.workspace_bytes(), dtype=torch.uint8, device=self.backend.device)
+            space = self.backend.memory.empty((self._raw.workspace_bytes(),), torch.uint8, self.backend.current_stream())
             self._raw.run(batch, read, (output.data_ptr(), output.stride(0)), grads, space.data_ptr(), space.nbytes,
                           self.backend.current_stream())
 
@@ -184,6 +184,7 @@ class CudaInteraction(InteractionKernel):
         read: list[tuple[int, int] | None] = []
         for place, (tensor, vector) in enumerate(zip(given, vectors, strict=True)):
             name = f"{what}[{place}]"
+            self._check_matrix(f"vectors[{place}]", vector)
             count = vector.shape[1] // self.spec.dim
             if tensor is None:
                 read += [None] * count

@@ -110,7 +110,7 @@ class ReferenceProgram(BagProgram):
 
     def _prepare_feature(self, spec: FeatureSpec, indices: Tensor, offsets: Tensor | int, weights: Tensor | None) -> _Lookups:
         check_vector(spec.name, "indices", indices, INDEX_DTYPES)
-        check_lookup_count(spec.name, len(indices))
+        check_lookup_count(f"feature {spec.name!r}", len(indices))
         check_weights(spec, weights, len(indices))
         bounds = _bag_bounds(spec, len(indices), offsets)
         table = self.tables[spec.table]

@@ -143,6 +143,9 @@ class Prelude:
         slots, grads = self.ends
         try:
             indices, offsets, sample_weights = group.fetch(args, kwargs)
+            if torch.is_inference_mode_enabled() and any(ids.is_inference() for ids in indices):
+                self.runtime.aside(group.name, "the prelude leaves ids of inference mode to the modules: nothing counts writes to them")
+                return
             outputs = group.run(weights, grads, indices, offsets, sample_weights)
         except (LookupError, AttributeError, TypeError, ValueError) as reason:
             # The forward was called in another way than the recorded one, or its ids are wrong: the modules, which see
@@ -150,7 +153,6 @@ class Prelude:
             self.runtime.aside(group.name, f"the prelude could not use the arguments of the forward ({type(reason).__name__})", str(reason))
             return
         serve(slots, indices, offsets, sample_weights, [weights[t] for t in group.table_of], outputs)
-
 
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Prepared] | None:
         """What can be done now for a coming forward with these arguments, by any thread; None, counted, where that does not show."""

@@ -114,6 +114,8 @@ class TestDedup:
     def test_ids_that_are_no_row_are_left_out(self, exchange: ExchangeKernels) -> None:
         found = exchange.dedup(on(exchange, torch.tensor([5, -1, 3, 9, 5, 10, -2**40, 2**62])), 10)
         assert found.trimmed().tolist() == [3, 5, 9] and found.slots.tolist() == [1, -1, 0, 2, 1, -1, -1, -1]
+        far = exchange.dedup(on(exchange, torch.tensor([0, 2**31 - 1], dtype=torch.int32)), 2**40)
+        assert far.slots.tolist() == [0, 1] and far.trimmed().tolist() == [0, 2**31 - 1]
         nobody = exchange.dedup(on(exchange, torch.tensor([0, -1], dtype=torch.int32)), 0)
         assert int(nobody.count) == 0 and nobody.slots.tolist() == [-1, -1]
 
@@ -313,6 +315,12 @@ class TestRegroup:
         exact = torch.autograd.grad([out for out, _ in made], sources, [grad for _, grad in made], allow_unused=True) if made else []
         for mine, source, theirs in zip(found, sources, exact):
             assert torch.equal(mine.cpu(), torch.zeros_like(source) if theirs is None else theirs)
+
+    def test_nothing_but_gradients_may_be_missing(self, exchange: ExchangeKernels) -> None:
+        spec, matrix = RegroupSpec(((5,),), ((0,),)), on(exchange, torch.ones(6, 5))
+        for sources, outputs in (([None], [matrix]), ([matrix], [None])):
+            with pytest.raises(TypeError, match="must be a tensor; got NoneType"):
+                exchange.regroup(spec, sources, outputs)
 
     def test_gradients_are_added_in_the_order_of_the_groups(self, exchange: ExchangeKernels) -> None:
         spec = RegroupSpec(((5,),), ((0,), (0, 0), (0,)))

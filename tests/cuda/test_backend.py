@@ -55,10 +55,11 @@ def test_copies_keep_the_shape(simt: Simt) -> None:
 def test_a_program_may_have_a_shape_of_its_own(simt: Simt) -> None:
     backend = simt.backend(KernelShape(block_threads=128))
     program = backend.compile([TableSpec("t", 5, 4)], [FeatureSpec("f", 0)], KernelShape(loads_in_flight=8))
-    assert backend.variant() == "cuda-block_threads=128" and program.backend.variant() == "cuda-loads_in_flight=8"
-    simt.take_launches()
-    program.look_up([torch.ones(5, 4)], [torch.tensor([1, 2])], [torch.tensor([0])])
-    assert "bag_forward_kernel<float, 8>" in simt.take_launches()
+    assert program.backend is backend and backend.variant() == "cuda-block_threads=128"
+    for each in (program, pickle.loads(pickle.dumps(program))):
+        simt.take_launches()
+        each.look_up([torch.ones(5, 4)], [torch.tensor([1, 2])], [torch.tensor([0])])
+        assert "bag_forward_kernel<float, 8>" in simt.take_launches()
     with pytest.raises(ValueError, match="loads_in_flight must be 4 or 8; got 5"):
         backend.compile([], [], KernelShape(loads_in_flight=5))
 

@@ -108,6 +108,16 @@ def test_dense_sums_have_the_bits_of_sorted_ones(simt: Simt, count: int) -> None
     assert all(torch.equal(*pair) for pair in zip(*results))
 
 
+@pytest.mark.parametrize("dim", [640, 768, 900, 1200])
+def test_dense_sums_have_room_in_shared_memory_at_every_width(simt: Simt, dim: int) -> None:
+    """What kernels have static counts, too."""
+    weight, ids = torch.zeros(3, dim), torch.tensor([0, 2, 2])
+    program = simt.backend().compile([TableSpec("t", 3, dim, knobs=DENSE)], [FeatureSpec("f", 0)])
+    segment = Segment(program.prepare([ids], [3]), [torch.ones(1, dim)])
+    program.update([weight], [None], [UpdateRule("sgd", 1.0)], [segment])
+    assert weight.unique(dim=1).tolist() == [[-1], [0], [-2]]
+
+
 def test_a_long_maximum_is_that_of_a_short_bag(simt: Simt) -> None:
     """NaNs count where they come first, wherever the bag is cut; so do equal rows."""
     generator = torch.Generator().manual_seed(4)

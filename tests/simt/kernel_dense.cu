@@ -34,7 +34,7 @@ Outcome update() {
     table.rule.lr = 2.0f;
     const DenseTable dense{0, kRows, 0, 1, 3, kDim};
     Outcome outcome;
-    outcome.status = launch<&dense_rows_kernel<float>>(kRows, kDenseThreads, static_cast<std::size_t>(dense_shared_bytes(dense)), nullptr,
+    outcome.status = launch<&dense_rows_kernel<float, ApplyRule>>(kRows, kDenseThreads, static_cast<std::size_t>(dense_shared_bytes(dense)), nullptr,
                                                        DenseArgs{&dense, &source, &table, &status, kChunk}, SL_FLOAT32);
     outcome.right = outcome.status != SL_OK || is_right(weights, [](std::size_t at) {
         int sum = 0;

@@ -222,7 +222,7 @@ def test_training_is_the_same_at_any_batch_size(trained: Any) -> None:
             optimizer.step()
     assert compile_seconds() == before_s, "one graph serves every batch size"
     assert modules_of(model).calls == calls + 4 and "nothing fell back" in sl.explain(model)
-    assert re.search(r"dense part, .*: 1 modules \(mlp\) compiled in [1-9][\d.]* s: \d+ calls", sl.explain(model))
+    assert re.search(r"dense part, .*: 1 modules \(mlp\) compiled in \d[\d.]* s: \d+ calls", sl.explain(model))
 
 
 @pytest.mark.slow

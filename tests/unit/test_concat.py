@@ -275,7 +275,7 @@ def test_evaluation_is_native(use: Use, with_dense: bool, mode: Any) -> None:
     native = Used(use, with_dense)
     planned, _ = lifted(use, with_dense)
     with mode():
-        if use is used_after_modification:
+        if use is used_after_modification and mode is torch.no_grad:          # in inference mode the ids are, whose modules look up alone
             with pytest.raises(RuntimeError, match="modified in place"):
                 planned(*batch(0))
         else:

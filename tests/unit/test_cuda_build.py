@@ -98,10 +98,10 @@ def test_one_architecture_or_several(read_setup: Callable[..., dict[str, Any]]) 
     assert [target.partition("code=")[2] for target in targets("")] == ["sm_80", "sm_90", "sm_100", "compute_100"]
 
 
-def test_what_was_compiled_for_other_architectures_is_older(read_setup: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_what_was_compiled_with_other_settings_is_older(read_setup: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     def noted(architectures: str) -> Path:
-        build = read_setup(SPARSELIFT_CUDA_ARCHITECTURES=architectures)["BuildKernels"]
-        return Path(build.note_architectures(SimpleNamespace(build_temp=tmp_path / "temp")))
+        setup = read_setup(SPARSELIFT_CUDA_ARCHITECTURES=architectures)
+        return Path(setup["BuildKernels"].note(SimpleNamespace(build_temp=tmp_path / "temp"), "nvcc", setup["NVCC_FLAGS"]))
 
     os.utime(noted("90"), (0, 0))
     assert noted("90").stat().st_mtime == 0 and noted("90,90").stat().st_mtime == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,6 +130,37 @@ def test_dense_gradients_are_rounded_alike() -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert torch.equal(sparse, dense) and not torch.equal(sparse, parameter(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_weight_decay_is_in_float32_too(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.full((1, 8), 1e-2, dtype=dtype))
+    optimizer = RowWiseAdagrad([weight], eps=1e-12, weight_decay=1e-6, rounding_seed=0)
+    decay = 1e-6 * weight.detach().double()
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["sum"].double(), decay.square().mean(1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_a_state_that_was_saved_without_a_seed_is_of_none(dtype: torch.dtype) -> None:
+    weight = parameter(dtype)
+    optimizer = RowWiseAdagrad([weight], lr=0.01)
+    rounded_steps(dtype, range(2), weight, optimizer)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["rounding_seed"]
+    again = RowWiseAdagrad([parameter(dtype)])
+    again.load_state_dict(saved)
+    assert again.param_groups[0]["rounding_seed"] is None
+    rounded_steps(dtype, range(1), again.param_groups[0]["params"][0], again)
+
+
+def test_seeds_are_integers() -> None:
+    for seed in (0.5, "a", float("nan")):
+        with pytest.raises(ValueError, match=f"rounding_seed must be None or an integer; got {seed!r}"):
+            RowWiseAdagrad([parameter(torch.bfloat16)], rounding_seed=seed)
+    assert RowWiseAdagrad([parameter(torch.bfloat16)], rounding_seed=np.int64(5)).param_groups[0]["rounding_seed"] == 5
 
 
 def test_float32_is_not_rounded() -> None:

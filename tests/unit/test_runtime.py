@@ -591,6 +591,24 @@ def test_a_gradient_that_shares_memory_with_another_parameters(dim: int, action:
     assert_same(*models, exact=action != "accumulate")
 
 
+class Shifting(Bags):
+    """Writes to the ids before they are looked up."""
+
+    def forward(self, dense: Tensor, offsets: list[Tensor], indices: list[Tensor], *weights: Any) -> Tensor:
+        for ids in indices:
+            ids.mul_(0)
+        return super().forward(dense, offsets, indices, *weights)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_ids_that_the_forward_writes_to_are_looked_up_as_they_are_then(backend: str, mode: Any) -> None:
+    """Nothing counts the writes to tensors that were made in inference mode."""
+    pair = Pair(backend=backend)
+    pair.native.__class__ = pair.lifted.__class__ = Shifting
+    with mode():
+        assert torch.equal(pair.lifted(*batch(0)), pair.native(*batch(0)))
+
+
 @pytest.mark.parametrize("plan", [{}, {"concat": False}, {"concat": False, "prelude": False}])
 def test_training_after_a_first_call_in_inference_mode(backend: str, plan: dict[str, bool]) -> None:
     pair = Pair(backend=backend, **plan)
