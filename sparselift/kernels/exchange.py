@@ -225,10 +225,13 @@ class ExchangeKernels(ABC):
                       optional: bool = False) -> None:
         check_count(what, "matrix", len(matrices), len(widths))
         for place, (width, matrix) in enumerate(zip(widths, matrices)):
-            if matrix is not None or not optional:
-                check_rows(f"{what}[{place}]", matrix, (batch, width), device=self.device)
-                if written:
-                    _check_unit_columns(f"{what}[{place}]", matrix)
+            if matrix is None:
+                if optional:
+                    continue
+                raise TypeError(f"{what}[{place}] must be a tensor; got NoneType")
+            check_rows(f"{what}[{place}]", matrix, (batch, width), device=self.device)
+            if written:
+                _check_unit_columns(f"{what}[{place}]", matrix)
 
 
 def _batch_of(matrices: Sequence[Tensor | None]) -> int:
