@@ -40,7 +40,7 @@ logger = logging.getLogger("sparselift.tuning")
 _BATCHES = 16                      # to rotate over: more data than caches hold
 _THOROUGH_S = 20.0                 # enough for a comparison that matters, unless its fewest pairs take longer
 _LAST_TRIALS = 4                   # the last measurements take about as long as so many trials
-_SETUP_SHARE = 1 / 3                # of the time left for trials, that compiling for one of them may take
+_SETUP_SHARE = 0.05                # of a search's time, that setting up one config (compiling) may take: it measures nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,7 @@ class _Search:
     begin_s: float
     finished: int = 0              # trials in this call
     trials_s: float = 0.0          # what they took
+    left_out: list[str] = field(default_factory=list)    # seeds that this call has no time for
     seeds: list[tuple[str, dict[str, Any]]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,6 +142,9 @@ class _Search:
         before = go(0)
         self.judge.recall(before.trials)
         self.progress.begin(f"tuning {self.name}", trials, sum(trial.state == "complete" for trial in before.trials))
+        self.left_out = self._too_long_to_set_up(timeout)
+        for text in self.left_out:
+            self.progress.say(f"left out: {text}")
         try:
             result = go(trials)
             self.judge.recall(result.trials)
@@ -182,12 +186,20 @@ class _Search:
         return "timeout" if time.perf_counter() - self.begin_s + needed_s > timeout else None
 
     def _has_to_wait(self, params: Mapping[str, Any], timeout: float | None) -> bool:
-        """Whether setting a config up would take too much of the time that is left for trials."""
+        """Whether setting a config up would take too much of the search's time, or longer than what is left."""
         if timeout is None or self.judge.compile_s:              # what is compiled serves the configs after it
             return False
-        needed_s = setup_s(self.space.graph.structure, self.space.from_params(params))
         left_s = timeout - (time.perf_counter() - self.begin_s) - _LAST_TRIALS * self.trials_s / max(self.finished, 1)
-        return needed_s > _SETUP_SHARE * left_s
+        return self._setup_s(params) > min(_SETUP_SHARE * timeout, left_s)
+
+    def _too_long_to_set_up(self, timeout: float | None) -> list[str]:
+        """The seeds that wait, and from which timeout on they would not."""
+        return [f"{label}, which takes about {self._setup_s(params):.0f} s to set up; a search of "
+                f"{self._setup_s(params) / _SETUP_SHARE:.0f} s has time for it"
+                for label, params in self.seeds if self._has_to_wait(params, timeout)]
+
+    def _setup_s(self, params: Mapping[str, Any]) -> float:
+        return setup_s(self.space.graph.structure, self.space.from_params(params))
 
     def _report(self, trial: StudyTrial, _: StudyResult) -> None:
         self.judge.recall([trial])
@@ -256,7 +268,8 @@ class _Search:
         if verdict.note or champion.trial is None or verdict.config != champion.config:
             return verdict.note
         complete = sum(trial.state == "complete" for trial in result.trials)
-        return f"trial {champion.trial} ({label_of(result.trials[champion.trial].params, self.seeds)}), the fastest of {complete}"
+        label = label_of(result.trials[champion.trial].params, self.seeds)
+        return "; ".join((f"trial {champion.trial} ({label}), the fastest of {complete}", *(f"left out: {text}" for text in self.left_out)))
 
     def _overhead(self) -> dict[str, float]:
         wall_s = time.perf_counter() - self.begin_s
