@@ -20,11 +20,10 @@ from sparselift.grad import GradState, PendingGrad
 from sparselift.kernels.base import Segment, State, UpdateRule
 from sparselift.memory import HugePageSet
 from sparselift.optim import FUSED_OPTIMIZERS, STATE_KEYS, fused_rule, large_state, rule_state, start_state, state_obstacle, update_rule
-from sparselift.runtime._hot import Arranged, arrange, consists_of_lookups, hide, is_table, pending, show
+from sparselift.runtime._hot import Arranged, arrange, consists_of_lookups, count, hide, is_table, pending, show
 from sparselift.runtime.executor import Runtime
 from sparselift.workload import check_ranks
 
-_ONE = torch.ones(())
 _NO_STATE: dict[str, Any] = {}
 
 # One table that the kernels are to update: weight, gradient, rule, the rule's state.
@@ -123,10 +122,10 @@ class FusedStep:
         for arrival in found.arrived:
             arrival.segment.check_unchanged()
         found.arrived[0].program.update(found.weights, found.states, rules, [arrival.segment for arrival in found.arrived])
-        _count(found.counters)
+        count(found.counters)
         for own in found.numbered:
             own["step"] += 1
-        torch.autograd.graph.increment_version([weight for weight, _ in found.pairs])
+        torch.autograd.graph.increment_version([*(weight for weight, _ in found.pairs), *found.counters])
         return True
 
     def _table_by_table(self, optimizer: torch.optim.Optimizer) -> None:
@@ -139,8 +138,8 @@ class FusedStep:
                 arrival.segment.check_unchanged()
             for batch in _by_arrivals(updates):
                 _run_updates(batch)
-            _count_states(stepped)
-            torch.autograd.graph.increment_version([weight for weight, _, _, _ in updates])
+            counters = _count_states(stepped)
+            torch.autograd.graph.increment_version([*(weight for weight, _, _, _ in updates), *counters])
 
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], updates: list[_Update],
                stepped: list[dict[str, Any]]) -> None:
@@ -251,18 +250,14 @@ def _run_updates(updates: Sequence[_Update]) -> None:
     arrived[0].program.update(weights, states, rules, [_segment(updates, i) for i in range(len(arrived))])
 
 
-def _count(steps: list[Tensor]) -> None:
-    if steps:
-        with torch.no_grad():
-            torch._foreach_add_(steps, _ONE, alpha=1)     # of a number torch would make a tensor, once a step count
-
-
-def _count_states(states: Sequence[dict[str, Any]]) -> None:
-    """Add the step to the counters in an optimizer's states: tensors, or SparseAdam's numbers."""
-    _count([own["step"] for own in states if isinstance(own["step"], Tensor)])
+def _count_states(states: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """Add the step to the counters in an optimizer's states: tensors, which are returned, or SparseAdam's numbers."""
+    counters = [own["step"] for own in states if isinstance(own["step"], Tensor)]
+    count(counters)
     for own in states:
         if not isinstance(own["step"], Tensor):
             own["step"] += 1
+    return counters
 
 
 def _segment(updates: Sequence[_Update], position: int) -> Segment:
