@@ -1,4 +1,4 @@
-// What an update does with ids alone, done before there are gradients: the chains of every table's rows, by a sort.
+// What an update does with ids alone, done before there are gradients: the lookups of every table, sorted by row.
 #include <algorithm>
 
 #include "program.h"
@@ -6,50 +6,52 @@
 namespace sparselift {
 namespace {
 
-/// Chains that a kernel finds with a head a row come from a sort as well, with the same bits.
-bool has_chains(const sl_table& table) { return table.coalesce == SL_COALESCE_CHAIN || table.coalesce == SL_COALESCE_SORT; }
-
-int64_t lookups_of(const sl_program& program, const sl_batch& batch, size_t t) {
-    int64_t lookups = 0;
-    for (int32_t f : program.table_features[t]) lookups += batch.lookups[f].count;
-    return lookups;
-}
+/// Runs have the bits of chains, and serve them as well.
+bool has_runs(const sl_table& table) { return table.coalesce == SL_COALESCE_CHAIN || table.coalesce == SL_COALESCE_SORT; }
 
 /// A row is written past the last one before it is counted.
 int64_t most_rows(const sl_program& program, int64_t lookups, size_t t) { return std::min(lookups, program.tables[t].rows) + 1; }
 
-/// Points `chains` at their parts of a block. The same calls on a null base give the size.
-void lay_out(Layout& layout, const sl_program& program, const sl_batch& batch, Chains* chains) {
+/// Gathers the sources of a table, without gradients. Returns their lookups.
+int64_t gather(const sl_program& program, const sl_batch& batch, size_t t, std::vector<Source>& sources) {
+    sources.clear();
+    int64_t lookups = 0;
+    for (int32_t f : program.table_features[t]) {
+        if (batch.lookups[f].count > 0) sources.push_back(source_of(batch.lookups[f], lookups));
+        lookups += batch.lookups[f].count;
+    }
+    return lookups;
+}
+
+/// Points `runs` at their parts of a block. The same calls on a null base give the size.
+void lay_out(Layout& layout, const sl_program& program, const sl_batch& batch, std::vector<Source>& sources, Runs* runs) {
     for (size_t t = 0; t < program.tables.size(); ++t) {
-        const int64_t lookups = has_chains(program.tables[t]) ? lookups_of(program, batch, t) : 0;
-        Chains parts{};
+        const int64_t lookups = has_runs(program.tables[t]) ? gather(program, batch, t, sources) : 0;
+        Runs parts{};
         if (lookups > 0 && lookups <= kMaxLookups) {
-            parts.nodes = layout.take<Node>(lookups);
+            parts.sorted = layout.take<Entry>(lookups + 1);
+            if (!are_bags_enough(sources.data(), static_cast<int64_t>(sources.size()))) parts.bags = layout.take<int32_t>(lookups);
             parts.rows = layout.take<int32_t>(most_rows(program, lookups, t));
             parts.firsts = layout.take<int32_t>(most_rows(program, lookups, t));
             parts.lookups = lookups;
         }
-        if (chains) chains[t] = parts;
+        if (runs) runs[t] = parts;
     }
 }
 
-void build(sl_program& program, const sl_batch& batch, size_t t, Chains& chains) {
+void sort(sl_program& program, const sl_batch& batch, size_t t, Runs& runs) {
     Workspace& workspace = program.ahead;
-    workspace.sources.clear();
-    int64_t lookups = 0;
-    for (int32_t f : program.table_features[t]) {
-        workspace.sources.push_back(source_of(batch.lookups[f], lookups));
-        lookups += batch.lookups[f].count;
-    }
+    gather(program, batch, t, workspace.sources);
     UpdateArgs args{};
     args.sources = workspace.sources.data();
     args.num_sources = static_cast<int64_t>(workspace.sources.size());
     args.num_rows = program.tables[t].rows;
-    args.nodes = chains.nodes;
-    args.rows = chains.rows;
-    args.firsts = chains.firsts;
-    args.entries = workspace.entries.of<Entry>(2 * (static_cast<size_t>(chains.lookups) + 1));
-    chains.num_rows = program.kernels->sort_chains(args);
+    args.bags = runs.bags;
+    args.rows = runs.rows;
+    args.firsts = runs.firsts;
+    args.entries = workspace.entries.of<Entry>(2 * (static_cast<size_t>(runs.lookups) + 1));
+    runs.num_rows = program.kernels->sort_lookups(args);
+    std::copy(args.sorted, args.sorted + runs.lookups + 1, runs.sorted);
 }
 
 }  // namespace
@@ -59,20 +61,20 @@ using namespace sparselift;
 
 extern "C" sl_status sl_arrange(sl_program* program, sl_batch* batch) {
     return guarded([&]() -> sl_status {
-        if (batch->chain_block) return SL_OK;
+        if (batch->run_block) return SL_OK;
         const size_t num_tables = program->tables.size();
         Layout size(nullptr);
-        size.take<Chains>(static_cast<int64_t>(num_tables));
-        lay_out(size, *program, *batch, nullptr);
-        batch->chain_block = pool_take(program->pool, size.used());
-        if (!batch->chain_block) throw std::bad_alloc();
+        size.take<Runs>(static_cast<int64_t>(num_tables));
+        lay_out(size, *program, *batch, program->ahead.sources, nullptr);
+        batch->run_block = pool_take(program->pool, size.used());
+        if (!batch->run_block) throw std::bad_alloc();
         batch->bytes += static_cast<int64_t>(size.used());
-        Layout layout(static_cast<char*>(batch->chain_block->data));
-        auto* chains = layout.take<Chains>(static_cast<int64_t>(num_tables));
-        lay_out(layout, *program, *batch, chains);
+        Layout layout(static_cast<char*>(batch->run_block->data));
+        auto* runs = layout.take<Runs>(static_cast<int64_t>(num_tables));
+        lay_out(layout, *program, *batch, program->ahead.sources, runs);
         for (size_t t = 0; t < num_tables; ++t)
-            if (chains[t].nodes) build(*program, *batch, t, chains[t]);
-        batch->chains = chains;
+            if (runs[t].sorted) sort(*program, *batch, t, runs[t]);
+        batch->runs = runs;
         return SL_OK;
     });
 }

@@ -334,6 +334,7 @@ static int64_t find_slots(const UpdateArgs& args, const Lookups& lookups, int64_
 
 #include "rules_body.h"
 #include "update_body.h"
+#include "sort_body.h"
 #include "lookups_body.h"
 
 template <typename Weight>
@@ -343,7 +344,7 @@ constexpr WeightKernels kernels_of() {
 
 const Kernels* kernels() {
     static const Kernels table = {{kernels_of<float>(), kernels_of<Float16>(), kernels_of<BFloat16>()},      // by SL_FLOAT32 ...
-                                  narrow_ids, build_chains, sort_chains, pack_grads, apply_chains, apply_lookups, apply_dense,
+                                  narrow_ids, build_chains, sort_lookups, pack_grads, apply_chains, apply_runs, apply_lookups, apply_dense,
                                   sum_chains, expand, find_slots};
     return &table;
 }

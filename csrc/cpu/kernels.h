@@ -46,10 +46,10 @@ struct ForwardArgs {
     int32_t stream;           // whole cache lines of `out`, past the caches
 };
 
-/// A lookup on its way through a sort by row.
+/// A lookup on its way through a sort by row: its position, or its bag where that is all that is asked of it.
 struct Entry {
     int32_t row;
-    int32_t position;
+    int32_t lookup;
 };
 
 /// One lookup in the chain of its row. `next` is 1 + the position of the row's next lookup, 0 at the end.
@@ -93,9 +93,11 @@ struct UpdateArgs {
     int32_t prefetch;
     int32_t part;
     int32_t part_mask;
-    int32_t* heads;           // (R,) 1 + position of the row's first lookup; all 0 between calls. Null where chains come from a sort
-    int32_t* firsts;          // then the same, one a distinct row
-    Node* nodes;              // one a lookup
+    int32_t* heads;           // (R,) 1 + position of the row's first lookup; all 0 between calls; for chains
+    Node* nodes;              // one a lookup; likewise
+    const Entry* sorted;      // lookups by row, and one entry more, of no row; for runs
+    int32_t* firsts;          // where the run of each distinct row begins
+    int32_t* bags;            // of each lookup; null where `sorted` holds bags: one source without weights and maxima
     int32_t* rows;            // distinct rows
     int64_t num_rows;         // R
     Entry* entries;           // two arrays to sort in, each of one entry a lookup and one more
@@ -117,14 +119,15 @@ struct Kernels {
     int64_t (*narrow_ids)(const void* ids, int64_t count, int64_t stride, int32_t are_64, int64_t rows, int32_t* out);
     /// Links the lookups of every row in ascending order and lists the rows, those used last first. Returns their number.
     int64_t (*build_chains)(const UpdateArgs& args);
-    /// The same by a sort, without `heads`: `firsts` in place of it, and rows in descending order.
-    int64_t (*sort_chains)(const UpdateArgs& args);
+    /// Sorts the lookups by row, sets args.sorted, and lists the rows, the last one first. Returns their number.
+    int64_t (*sort_lookups)(UpdateArgs& args);
     /// Gradient rows of a source side by side, in `out` (B, D): scaled, where no per-sample weight comes first.
     void (*pack_grads)(const Source& source, int64_t dim, float* out);
     void (*apply_chains)(const UpdateArgs& args, int64_t num_rows);
+    void (*apply_runs)(const UpdateArgs& args, int64_t num_rows);
     /// SGD, a lookup at a time; float32 weights.
     void (*apply_lookups)(const UpdateArgs& args);
-    /// Adds gradients up in `sums`, then visits the rows in ascending order: the bits of chains.
+    /// Adds gradients up in `sums`, then visits the rows in ascending order: the bits of chains and runs.
     void (*apply_dense)(const UpdateArgs& args);
     /// out[i] = summed gradient of rows[i]. Cleans `heads` behind it.
     void (*sum_chains)(const UpdateArgs& args, int64_t num_rows, float* out);

@@ -99,6 +99,6 @@ extern "C" int64_t sl_program_workspace_bytes(const sl_program* program) {
     bytes += program->ahead.entries.bytes();
     for (const Workspace& w : program->workspaces)
         bytes += w.nodes.bytes() + w.rows.bytes() + w.scratch.bytes() + w.slots.bytes() + w.gathered.bytes() + w.packed.bytes() +
-                 w.firsts.bytes() + w.entries.bytes() + w.marks.size() * sizeof(uint64_t);
+                 w.firsts.bytes() + w.entries.bytes() + w.bags.bytes() + w.marks.size() * sizeof(uint64_t);
     return static_cast<int64_t>(bytes);
 }

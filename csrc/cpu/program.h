@@ -68,9 +68,10 @@ class Layout {
 
 constexpr int64_t kMaxLookups = INT32_MAX - 1;   // of a table in an update: a chain's links are 1 + a position
 
-/// The chains of one table's rows in a batch, as `sort_chains` leaves them. Null where there are none.
-struct Chains {
-    Node* nodes;
+/// The lookups of one table in a batch, as `sort_lookups` leaves them. Null where there are none.
+struct Runs {
+    Entry* sorted;
+    int32_t* bags;
     int32_t* rows;
     int32_t* firsts;
     int64_t num_rows;
@@ -86,9 +87,14 @@ inline Source source_of(const Lookups& lookups, int64_t first) {
     return source;
 }
 
+/// Whether a bag is all that an update asks of the lookups of these sources.
+inline bool are_bags_enough(const Source* sources, int64_t num_sources) {
+    return num_sources == 1 && !sources->lookups.weights && !sources->lookups.maxima;
+}
+
 /// What one worker needs for one table at a time.
 struct Workspace {
-    Buffer nodes, rows, scratch, slots, gathered, packed, firsts, entries;
+    Buffer nodes, rows, scratch, slots, gathered, packed, firsts, entries, bags;
     std::vector<uint64_t> marks;      // all 0
     std::vector<Source> sources;      // of the table at hand, those packed pointing to `packed`
 };
@@ -105,11 +111,11 @@ struct UpdateTask {
     int64_t cost;
 };
 
-/// Where a table's sources begin and end in sl_program::sources, how many lookups they hold, and floats to pack. `chains`: of exactly
-/// these lookups, if somebody has built them.
+/// Where a table's sources begin and end in sl_program::sources, how many lookups they hold, and floats to pack. `runs`: of exactly
+/// these lookups, if somebody has sorted them.
 struct SourceRange {
     int64_t begin, end, lookups, packed;
-    const Chains* chains;
+    const Runs* runs;
 };
 
 }  // namespace sparselift
@@ -144,6 +150,6 @@ struct sl_batch {
     int64_t bytes;
     int64_t num_features;
     sparselift::Lookups* lookups;
-    sparselift::Block* chain_block;
-    sparselift::Chains* chains;                       // a table; null before sl_arrange
+    sparselift::Block* run_block;
+    sparselift::Runs* runs;                           // a table; null before sl_arrange
 };

@@ -46,8 +46,8 @@ SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment*
         }
     }
     range.end = static_cast<int64_t>(program.sources.size());
-    const Chains* chains = num_segments == 1 && segments->batch->chains ? segments->batch->chains + table : nullptr;
-    if (chains && chains->nodes && chains->lookups == range.lookups) range.chains = chains;
+    const Runs* runs = num_segments == 1 && segments->batch->runs ? segments->batch->runs + table : nullptr;
+    if (runs && runs->sorted && runs->lookups == range.lookups) range.runs = runs;
     return range;
 }
 
@@ -109,17 +109,17 @@ void reserve(Workspace& workspace, const sl_program& program, int64_t t, const S
     }
     workspace.packed.of<float>(static_cast<size_t>(range.packed));
     workspace.sources.reserve(static_cast<size_t>(range.end - range.begin));
-    if (range.chains) {                                  // of which a part's are copied
-        workspace.firsts.of<int32_t>(static_cast<size_t>(range.chains->num_rows) + 1);
-        workspace.rows.of<int32_t>(static_cast<size_t>(range.chains->num_rows) + 1);
+    const size_t lookups = static_cast<size_t>(range.lookups);
+    const size_t rows = static_cast<size_t>(range.runs ? range.runs->num_rows : std::min(range.lookups, table.rows)) + 1;
+    workspace.rows.of<int32_t>(rows);
+    if (coalesce == SL_COALESCE_CHAIN && !range.runs) {
+        workspace.nodes.of<Node>(lookups);
         return;
     }
-    if (coalesce == SL_COALESCE_SORT) {
-        workspace.firsts.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
-        workspace.entries.of<Entry>(2 * (static_cast<size_t>(range.lookups) + 1));
-    }
-    workspace.nodes.of<Node>(static_cast<size_t>(range.lookups));
-    workspace.rows.of<int32_t>(static_cast<size_t>(std::min(range.lookups, table.rows)) + 1);
+    workspace.firsts.of<int32_t>(rows);
+    if (range.runs) return;                              // of which a part's rows are copied
+    workspace.entries.of<Entry>(2 * (lookups + 1));
+    workspace.bags.of<int32_t>(lookups);
 }
 
 /// Packs the sources that say so and lets `args` read the copies.
@@ -137,31 +137,38 @@ void pack(UpdateArgs& args, const Kernels& kernels, Workspace& workspace) {
     args.sources = workspace.sources.data();
 }
 
-void use(UpdateArgs& args, sl_program& program, int64_t table, Workspace& workspace, bool sorted) {
-    const int64_t rows = program.tables[static_cast<size_t>(table)].rows;
-    args.heads = sorted ? nullptr : program.heads[static_cast<size_t>(table)].of<int32_t>(rows);
-    args.firsts = workspace.firsts.of<int32_t>(0);
-    args.entries = workspace.entries.of<Entry>(0);
-    args.num_rows = rows;
+void use_for_chains(UpdateArgs& args, sl_program& program, int64_t table, Workspace& workspace) {
+    args.num_rows = program.tables[static_cast<size_t>(table)].rows;
+    args.heads = program.heads[static_cast<size_t>(table)].of<int32_t>(args.num_rows);
     args.nodes = workspace.nodes.of<Node>(0);
     args.rows = workspace.rows.of<int32_t>(0);
     args.scratch = workspace.scratch.of<float>(0);
 }
 
-/// Lets `args` read chains that were built before. Returns the rows of its part.
-int64_t use_built(UpdateArgs& args, const Chains& chains, Workspace& workspace) {
-    args.nodes = chains.nodes;
-    args.rows = chains.rows;
-    args.firsts = chains.firsts;
+void use_for_runs(UpdateArgs& args, const sl_program& program, int64_t table, Workspace& workspace) {
+    args.num_rows = program.tables[static_cast<size_t>(table)].rows;
+    args.firsts = workspace.firsts.of<int32_t>(0);
+    args.entries = workspace.entries.of<Entry>(0);
+    args.bags = are_bags_enough(args.sources, args.num_sources) ? nullptr : workspace.bags.of<int32_t>(0);
+    args.rows = workspace.rows.of<int32_t>(0);
     args.scratch = workspace.scratch.of<float>(0);
-    if (args.part_mask == 0) return chains.num_rows;
+}
+
+/// Lets `args` read lookups that were sorted before. Returns the rows of its part.
+int64_t use_sorted(UpdateArgs& args, const Runs& runs, Workspace& workspace) {
+    args.sorted = runs.sorted;
+    args.bags = runs.bags;
+    args.rows = runs.rows;
+    args.firsts = runs.firsts;
+    args.scratch = workspace.scratch.of<float>(0);
+    if (args.part_mask == 0) return runs.num_rows;
     args.rows = workspace.rows.of<int32_t>(0);
     args.firsts = workspace.firsts.of<int32_t>(0);
     int64_t count = 0;
-    for (int64_t u = 0; u < chains.num_rows; ++u) {
-        args.rows[count] = chains.rows[u];
-        args.firsts[count] = chains.firsts[u];
-        count += ((chains.rows[u] >> 4) & args.part_mask) == args.part;
+    for (int64_t u = 0; u < runs.num_rows; ++u) {
+        args.rows[count] = runs.rows[u];
+        args.firsts[count] = runs.firsts[u];
+        count += ((runs.rows[u] >> 4) & args.part_mask) == args.part;
     }
     return count;
 }
@@ -197,16 +204,19 @@ void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, void*
         program.kernels->apply_dense(args);
         return;
     }
-    if (const Chains* chains = program.source_ranges[t].chains) {
-        const int64_t rows = use_built(args, *chains, workspace);
-        pack(args, *program.kernels, workspace);
-        program.kernels->apply_chains(args, rows);
+    const Kernels& kernels = *program.kernels;
+    const Runs* runs = program.source_ranges[t].runs;
+    if (program.tables[t].coalesce == SL_COALESCE_CHAIN && !runs) {
+        use_for_chains(args, program, task.table, workspace);
+        const int64_t rows = kernels.build_chains(args);
+        pack(args, kernels, workspace);
+        kernels.apply_chains(args, rows);
         return;
     }
-    const bool sorted = program.tables[t].coalesce == SL_COALESCE_SORT;
-    use(args, program, task.table, workspace, sorted);
-    pack(args, *program.kernels, workspace);
-    program.kernels->apply_chains(args, sorted ? program.kernels->sort_chains(args) : program.kernels->build_chains(args));
+    if (!runs) use_for_runs(args, program, task.table, workspace);
+    const int64_t rows = runs ? use_sorted(args, *runs, workspace) : kernels.sort_lookups(args);
+    pack(args, kernels, workspace);
+    kernels.apply_runs(args, rows);
 }
 
 /// Chains of one table for the gradient functions, on the calling thread.
@@ -216,7 +226,7 @@ UpdateArgs chain(sl_program& program, int64_t table, const sl_segment* segments,
     program.reserve_workers(1);
     reserve(program.workspace(0), program, table, range, SL_COALESCE_CHAIN);
     UpdateArgs args = arguments(program, table, range);
-    use(args, program, table, program.workspace(0), false);
+    use_for_chains(args, program, table, program.workspace(0));
     return args;
 }
 
