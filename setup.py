@@ -35,7 +35,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 BAG_ISAS = {f"csrc/cpu/{isa}.cpp": flags for isa, flags in ISAS.items()}
 INTERACTION_ISAS = {f"csrc/cpu/interaction_{isa}.cpp": flags for isa, flags in ISAS.items()}
 EXCHANGE_ISAS = {f"csrc/cpu/exchange_{isa}.cpp": flags for isa, flags in ISAS.items()}
-ISA_FLAGS = BAG_ISAS | INTERACTION_ISAS | EXCHANGE_ISAS
+EPILOGUE_ISAS = {f"csrc/cpu/epilogue_{isa}.cpp": flags for isa, flags in ISAS.items()}
+ISA_FLAGS = BAG_ISAS | INTERACTION_ISAS | EXCHANGE_ISAS | EPILOGUE_ISAS
 EXTRA_FLAGS = SANITIZER_FLAGS if SANITIZE else ["-g0"]         # Python's own flags ask for debug symbols: most of a wheel's size
 CORES = os.cpu_count() or 1
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
@@ -68,6 +69,7 @@ KERNEL_SOURCES = {
     "sparselift.kernels._cpu": [*SHARED, *BAGS, *BAG_ISAS],
     "sparselift.kernels._interaction": [*SHARED, "csrc/cpu/interaction.cpp", *INTERACTION_ISAS],
     "sparselift.kernels._exchange": [*SHARED, "csrc/cpu/exchange.cpp", "csrc/cpu/indices.cpp", *EXCHANGE_ISAS],
+    "sparselift.kernels._epilogue": [*SHARED, "csrc/cpu/epilogue.cpp", *EPILOGUE_ISAS],
     "sparselift._probe": ["csrc/cpu/probe.cpp", "csrc/cpu/threads.cpp"],
     "sparselift.runtime._hot": [],                             # Cython alone
 }

@@ -34,6 +34,7 @@ EXIT_CHECK_FAILED, EXIT_NO_BENCH = 1, 3
 SIDES: dict[str, dict[str, Any]] = {
     "sparse": {"interaction": False, "linear": "native"},
     "interaction": {"interaction": True, "linear": "native"},
+    "interaction, fused": {"interaction": True, "linear": "fused"},
     "interaction, onednn_forward": {"interaction": True, "linear": "onednn_forward"},
     "interaction, onednn": {"interaction": True, "linear": "onednn"},
 }

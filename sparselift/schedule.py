@@ -48,7 +48,7 @@ class Schedule:
     path: str                      # "native" or "planned"
     groups: tuple[GroupSchedule, ...] = ()
     tables: dict[str, TableSchedule] | None = None
-    linear: str = "native"         # or "onednn", "onednn_forward": what runs the dense part's linear layers
+    linear: str = "native"         # or another choice of rewrites.linear: what runs the dense part's linear layers
     compile: str = "eager"         # or "inductor": what runs the modules without lookups
 
     @property

@@ -56,7 +56,7 @@ class Runtime:
         if schedule.compile == "inductor":
             self.dense = CompiledModules(structure, model, self.aside)
         elif schedule.linear != "native":
-            self.dense = DenseLayers(structure, model, schedule.linear == "onednn", self.aside)
+            self.dense = DenseLayers(structure, model, schedule.linear, self.aside)
 
     def _make_grads(self) -> None:
         self.grads = {name: TableGrad(table) for name, table in self.tables.items()}

@@ -1,7 +1,7 @@
-"""Linear layers in oneDNN's matrix products, forward and backward, with the ReLU that follows them.
+"""Linear layers with their bias and the ReLU that follows them in one pass around torch's matrix products, or in oneDNN's.
 
 A layer's own forward is replaced, and that of a `nn.Sequential` in which a ReLU follows a layer: nothing else sees what lies between the
-two. Each call is checked; whatever the library does not take runs as torch runs it, and is counted.
+two. Each call is checked; whatever is not taken runs as torch runs it, and is counted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from sparselift.functional.interaction import is_lowered
 from sparselift.ir import Structure
+from sparselift.kernels.epilogue import get_epilogue
 from sparselift.lift.dense_modules import HOOKS
 from sparselift.lift.linears import pairs
 from sparselift.ops import nobody_watches
 from sparselift.runtime.dense import OwnForward, OwnForwards, plain_modules
 
 _SCHEMA = "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
+
+
+_WAYS = {"fused": "bias and ReLU in one pass around torch's products", "onednn_forward": "through oneDNN, forward",
+         "onednn": "through oneDNN, forward and backward"}
 
 
 def is_available() -> bool:
@@ -36,15 +41,16 @@ def is_available() -> bool:
 
 
 class DenseLayers(OwnForwards["LinearForward | ChainForward"]):
-    """The layers of one model, and the chains that they are in. `calls`: of layers that ran in oneDNN."""
+    """The layers of one model, and the chains that they are in. `calls`: of layers that ran as the plan says."""
 
-    def __init__(self, structure: Structure, model: nn.Module, backward: bool, report: Callable[[str, str], None]) -> None:
-        """`backward`: whether the gradients' products are oneDNN's, too."""
+    def __init__(self, structure: Structure, model: nn.Module, library: str, report: Callable[[str, str], None]) -> None:
+        """`library`: "fused", "onednn_forward" or "onednn", as the knob of rewrites.linear."""
         super().__init__(report)
-        self.backward = backward
+        self.library = library
+        self.epilogue = get_epilogue()
         modules = plain_modules(model)
         layers = {linear.name: modules.get(linear.name) for linear in structure.linears}
-        if not is_available():
+        if library != "fused" and not is_available():
             report("linear layers", "this torch has no oneDNN operator for them")
             return
         roads = {layer: LinearForward(self, path, layer) for path, layer in layers.items()
@@ -59,9 +65,8 @@ class DenseLayers(OwnForwards["LinearForward | ChainForward"]):
     def __str__(self) -> str:
         layers = [each for each in self.forwards.values() if isinstance(each, LinearForward)]
         fused = sum(len(each.fused) for each in self.forwards.values() if isinstance(each, ChainForward))
-        way = "forward and backward" if self.backward else "forward"
-        return (f"dense part, no part of the sparse path's gains: {len(layers)} linear layers, {fused} with their ReLU, through oneDNN, "
-                f"{way}: {self.calls} calls")
+        return (f"dense part, no part of the sparse path's gains: {len(layers)} linear layers, {fused} with their ReLU, "
+                f"{_WAYS[self.library]}: {self.calls} calls")
 
 
 class LinearForward(OwnForward):
@@ -76,7 +81,7 @@ class LinearForward(OwnForward):
         return type(self.module).forward(self.module, input) if found is None else found
 
     def run(self, input: Tensor, relu: bool) -> Tensor | None:
-        """The layer in oneDNN, with a ReLU behind it; None where torch must run both."""
+        """The layer with a ReLU behind it; None where torch must run both."""
         parameters = self.module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
         why = self._obstacle(input, weight, bias)
@@ -85,7 +90,7 @@ class LinearForward(OwnForward):
             return None
         assert weight is not None
         self.owner.calls += 1
-        return _Linear.apply(input, weight, bias, relu, self.owner.backward)
+        return _Linear.apply(input, weight, bias, relu, self.owner)
 
     @staticmethod
     def _obstacle(input: Any, weight: Tensor | None, bias: Tensor | None) -> str:
@@ -139,9 +144,13 @@ class _Linear(torch.autograd.Function):
     """input (B, I) times weight (O, I) transposed, plus bias (O,), and ReLU of it."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, relu: bool, backward: bool) -> Tensor:
-        out = _product(input, weight, bias, relu)
-        ctx.product = _product if backward else _torch_product
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, relu: bool, owner: DenseLayers) -> Tensor:
+        if owner.library == "fused":
+            out = _torch_product(input, weight)
+            owner.epilogue.finish(out, bias, relu)
+        else:
+            out = _product(input, weight, bias, relu)
+        ctx.owner = owner
         ctx.save_for_backward(input, weight, *((out,) if relu else ()))
         return out
 
@@ -149,11 +158,19 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         input, weight, *out = ctx.saved_tensors
         by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
-        product = _torch_product if torch.is_grad_enabled() else ctx.product       # which is differentiable
-        if out:
-            grad = torch.ops.aten.threshold_backward(grad, out[0], 0)
-        return (product(grad, weight.t()) if by_input else None, product(grad.t(), input.t()) if by_weight else None,
-                grad.sum(0) if by_bias else None, None, None)
+        product = _product if ctx.owner.library == "onednn" else _torch_product
+        # torch's own can be differentiated and followed, and runs for several gradients at once.
+        if torch.is_grad_enabled() or not torch._C._has_storage(grad) or not nobody_watches():
+            product = _torch_product
+            grad = torch.ops.aten.threshold_backward(grad, out[0], 0) if out else grad
+            bias_grad = grad.sum(0) if by_bias else None
+        else:
+            grad, bias_grad = ctx.owner.epilogue.begin(_with_plain_rows(grad), out[0] if out else None, by_bias)
+        return (product(grad, weight.t()) if by_input else None, product(grad.t(), input.t()) if by_weight else None, bias_grad, None, None)
+
+
+def _with_plain_rows(grad: Tensor) -> Tensor:
+    return grad if grad.stride(1) == 1 or grad.shape[1] == 1 else grad.contiguous()
 
 
 def _torch_product(left: Tensor, right: Tensor) -> Tensor:

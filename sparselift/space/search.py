@@ -290,11 +290,17 @@ class SearchSpace:
                         yield from (choice for choice in self._choices[site.name][name] if not same(choice, knob.off))
 
     def _switched(self, name: str, target: Value) -> Config:
-        """The default with one knob at `target` wherever that is a choice."""
+        """The default with one knob at `target` wherever that is a choice, and what this requires of other knobs."""
         values = _values(self.default)
-        for site, knobs in values.items():
-            if any(same(target, choice) for choice in self._choices[site].get(name, ())):
+        for site, rewrite in self._each_rewrite():
+            for knob in rewrite.knobs:
+                if knob.name != name or not any(same(target, choice) for choice in self._choices[site.name].get(name, ())):
+                    continue
+                knobs = values[site.name]
                 knobs[name] = target
+                if not same(target, knob.off):
+                    knobs.update({other: allowed[0] for other, allowed in knob.requires
+                                  if not any(same(knobs[other], value) for value in allowed)})
         return self._settled(values)
 
     def _memory_problems(self, config: Config) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ def _planned(linear: Linear, layer: nn.Linear, schedule: Schedule, given: Tensor
     asides: list[str] = []
     structure = Structure((), (), (), (), None, linears=(replace(linear, name="0"),))
     chain = _chain(layer, linear.relu)
-    dense = DenseLayers(structure, chain, schedule.linear == "onednn", lambda _, why: asides.append(why))
+    dense = DenseLayers(structure, chain, schedule.linear, lambda _, why: asides.append(why))
     dense.attach()
     try:
         found = _differentiated(chain, given, grad)

@@ -1,4 +1,4 @@
-"""Linear layers in oneDNN: torch's values and gradients, and torch itself for every call that the library does not take."""
+"""Linear layers with bias and ReLU in one pass, or in oneDNN: torch's values and gradients, and torch for every call that is not taken."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from sparselift.apply import ATTRIBUTE, Applied
 from sparselift.errors import EquivalenceError
 from sparselift.hardware import hardware
 from sparselift.ir import Linear
+from sparselift.kernels.epilogue import CpuEpilogue
 from sparselift.plan import compare, default_plan
 from sparselift.rewrites import linear as rewrite
 from sparselift.runtime import linear as runtime
@@ -28,7 +29,8 @@ from sparselift.runtime.linear import ChainForward, DenseLayers, LinearForward
 from sparselift.schedule import build_schedule
 from sparselift.verify.linears import check_linears_real
 
-pytestmark = pytest.mark.skipif(not runtime.is_available(), reason="this torch has no oneDNN operator for linear layers")
+CHOICES = ["fused", *(["onednn_forward", "onednn"] if runtime.is_available() else [])]
+needs_onednn = pytest.mark.skipif(not runtime.is_available(), reason="this torch has no oneDNN operator for linear layers")
 
 
 class Model(nn.Module):
@@ -56,12 +58,12 @@ def workload(model: nn.Module) -> sl.Workload:
                        [batch(seed) for seed in range(3)], uses=frozenset())
 
 
-def planned(model: nn.Module, choice: str = "onednn") -> tuple[sl.Plan, sl.Workload]:
+def planned(model: nn.Module, choice: str = CHOICES[-1]) -> tuple[sl.Plan, sl.Workload]:
     work = workload(model)
     return default_plan(sl.lift(work), sl.Constraints(pin={"linear": choice})), work
 
 
-def pair(choice: str = "onednn") -> tuple[Model, Model]:
+def pair(choice: str = CHOICES[-1]) -> tuple[Model, Model]:
     """A native and a planned model."""
     native = Model()
     model = copy.deepcopy(native)
@@ -139,7 +141,7 @@ def test_the_default_is_a_rule_of_thumb_about_the_processor(monkeypatch: pytest.
 # What runs
 
 
-@pytest.mark.parametrize("choice", ["onednn", "onednn_forward"])
+@pytest.mark.parametrize("choice", CHOICES)
 def test_training_is_the_same(choice: str) -> None:
     native, model = pair(choice)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (native, model)]
@@ -148,14 +150,14 @@ def test_training_is_the_same(choice: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert dense_of(model).calls == 4 * 5 and "nothing fell back" in sl.explain(model)
-    way = "forward and backward" if choice == "onednn" else "forward"
-    assert f"5 linear layers, 2 with their ReLU, through oneDNN, {way}: 20 calls" in sl.explain(model)
+    assert f"5 linear layers, 2 with their ReLU, {runtime._WAYS[choice]}: 20 calls" in sl.explain(model)
     with torch.no_grad():
         torch.testing.assert_close(model(*batch()), native(*batch()))
     with torch.inference_mode():
         torch.testing.assert_close(model(*batch()), native(*batch()))
 
 
+@needs_onednn
 def test_the_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = pair()
     products: list[bool] = []
@@ -168,6 +170,18 @@ def test_the_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_product", counted)
     gradients(model, batch())
     assert len(products) == 15 and sum(products) == 2
+
+
+def test_bias_and_relu_are_one_pass_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = pair("fused")
+    epilogue = dense_of(model).epilogue
+    passes: list[tuple[str, bool]] = []
+    finish, begin = epilogue.finish, epilogue.begin
+    monkeypatch.setattr(epilogue, "finish", lambda out, bias, relu: (passes.append(("finish", relu)), finish(out, bias, relu))[1])
+    monkeypatch.setattr(epilogue, "begin", lambda grad, out, needs: (passes.append(("begin", out is not None)), begin(grad, out, needs))[1])
+    gradients(model, batch())
+    relus = [True, True, False, False, False]
+    assert passes == [*(("finish", relu) for relu in relus), *(("begin", relu) for relu in reversed(relus))]
 
 
 def test_only_the_chain_itself_skips_the_relu() -> None:
@@ -256,11 +270,12 @@ def strided(given: Tensor) -> Tensor:
     return given.t().contiguous().t()
 
 
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("arrange", [sliced, expanded, strided])
 @pytest.mark.parametrize("scale", [lambda out: out.sum(), lambda out: out[:, ::2].square().sum(),
                                    lambda out: out.t().contiguous().cos().sum()])
-def test_strides_do_not_matter(arrange: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor]) -> None:
-    native, model = pair()
+def test_strides_do_not_matter(arrange: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor], choice: str) -> None:
+    native, model = pair(choice)
     found = []
     for each in (model, native):
         given = torch.linspace(-2, 2, 28).view(4, 7).requires_grad_()
@@ -269,8 +284,9 @@ def test_strides_do_not_matter(arrange: Callable[[Tensor], Tensor], scale: Calla
     assert dense_of(model).calls == 4
 
 
-def test_frozen_parameters_and_inputs_get_no_gradient() -> None:
-    native, model = pair()
+@pytest.mark.parametrize("choice", CHOICES)
+def test_frozen_parameters_and_inputs_get_no_gradient(choice: str) -> None:
+    native, model = pair(choice)
     for each in (native, model):
         each.mlp[0].weight.requires_grad_(False)
         each.mlp[5].requires_grad_(False)
@@ -278,8 +294,9 @@ def test_frozen_parameters_and_inputs_get_no_gradient() -> None:
     assert model.mlp[0].weight.grad is None and model.mlp[5].bias.grad is None
 
 
-def test_it_can_be_differentiated_twice() -> None:
-    native, model = pair()
+@pytest.mark.parametrize("choice", CHOICES)
+def test_it_can_be_differentiated_twice(choice: str) -> None:
+    native, model = pair(choice)
     found = []
     for each in (model, native):
         given = torch.linspace(-2, 2, 28).view(4, 7).requires_grad_()
@@ -288,8 +305,20 @@ def test_it_can_be_differentiated_twice() -> None:
     assert_alike(*found)
 
 
-def test_a_weight_that_changes_before_the_backward_raises_as_in_torch() -> None:
-    _, model = pair()
+@pytest.mark.parametrize("choice", CHOICES)
+def test_gradients_of_several_losses_at_once_are_torchs(choice: str) -> None:
+    native, model = pair(choice)
+    found = []
+    for each in (model, native):
+        given = torch.linspace(-2, 2, 28).view(4, 7).requires_grad_()
+        (grads,) = torch.autograd.grad(each.mlp(given).sum(0), given, torch.eye(6), is_grads_batched=True)
+        found.append([grads])
+    assert_alike(*found)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_weight_that_changes_before_the_backward_raises_as_in_torch(choice: str) -> None:
+    _, model = pair(choice)
     out = model.mlp(torch.randn(4, 7, requires_grad=True))
     with torch.no_grad():
         model.mlp[2].weight.mul_(2)
@@ -352,6 +381,7 @@ def test_a_plan_that_is_made_while_another_runs_has_its_layers() -> None:
     assert set(other.runtime.dense.forwards) == set(dense_of(work.model).forwards)
 
 
+@needs_onednn
 def test_a_torch_without_the_operator_runs_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, work = planned(Model())
     native = copy.deepcopy(work.model)
@@ -366,12 +396,13 @@ def test_a_torch_without_the_operator_runs_its_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_right_one_is_certified() -> None:
-    for choice in ("onednn", "onednn_forward"):
+    for choice in CHOICES:
         certificate = sl.verify(*planned(Model(), choice))
         assert certificate.exact["linear"] and certificate.exact["linear gradient"]
         assert 0 < certificate.real["linear layers"] < 1 and 0 < certificate.real["gradients of a step"] < 0.1
 
 
+@needs_onednn
 @pytest.mark.parametrize("fault", ["no bias", "no ReLU", "a small error", "a wrong gradient"])
 def test_faults_fail_the_certificate(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     plan, work = planned(Model())
@@ -389,3 +420,22 @@ def test_faults_fail_the_certificate(monkeypatch: pytest.MonkeyPatch, fault: str
     schedule = build_schedule(plan.structure, plan.config)
     with pytest.raises(EquivalenceError, match=r"of (mlp\.|head).*: planned differs from float64"):
         check_linears_real(plan.structure, schedule, work, batch())
+
+
+@pytest.mark.parametrize("fault", ["no bias", "no ReLU", "a row that is not finished", "no mask", "a wrong bias gradient"])
+def test_faults_around_the_products_fail_the_certificate(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    plan, work = planned(Model(), "fused")
+    finish, begin = CpuEpilogue.finish, CpuEpilogue.begin
+
+    def finished(self: CpuEpilogue, out: Tensor, bias: Tensor | None, relu: bool) -> None:
+        part = out[1:] if fault == "a row that is not finished" else out
+        finish(self, part, None if fault == "no bias" else bias, relu and fault != "no ReLU")
+
+    def begun(self: CpuEpilogue, grad: Tensor, out: Tensor | None, needs_bias: bool) -> tuple[Tensor, Tensor | None]:
+        masked, bias_grad = begin(self, grad, None if fault == "no mask" else out, needs_bias)
+        return masked, bias_grad * (1 + 1e-5) if bias_grad is not None and fault == "a wrong bias gradient" else bias_grad
+
+    monkeypatch.setattr(CpuEpilogue, "finish", finished)
+    monkeypatch.setattr(CpuEpilogue, "begin", begun)
+    with pytest.raises(EquivalenceError, match="linear"):
+        sl.verify(plan, work)
