@@ -5,7 +5,8 @@
  * Arrays of T or F entries, and what they hold beside data, are read on the host before a call returns. Data (ids, offsets,
  * weights, tables, states, gradients, outputs, workspaces) is device memory, and every call only enqueues work on the stream of
  * its context: no call waits for the device, and none allocates device memory. Functions that end in _bytes say how much
- * workspace or memory the call of that name takes. A program serves one thread at a time.
+ * workspace or memory the call of that name takes; a size below 0 is minus the status of what went wrong. A program serves one thread at
+ * a time.
  */
 #ifndef SPARSELIFT_CUDA_H
 #define SPARSELIFT_CUDA_H

@@ -1,6 +1,7 @@
 /* The C ABI of the dot interaction on a device. Its description is the CPU's (sparselift_interaction.h), with two more rules: rows of the
- * runs ascend and their columns follow one another without gaps, and there are at most SL_CUDA_MOST_VECTORS vectors. The description is
- * read on the host before a call returns; matrices are device memory. Calls only enqueue work, as those of sparselift_cuda.h.
+ * runs ascend and their columns follow one another without gaps, and there are at most SL_CUDA_MOST_VECTORS vectors; vectors and output have
+ * less than 2**31 - 32 columns. The description is read on the host before a call returns; matrices are device memory. Calls only enqueue
+ * work, and sizes below 0 are statuses, as in sparselift_cuda.h.
  */
 #ifndef SPARSELIFT_CUDA_INTERACTION_H
 #define SPARSELIFT_CUDA_INTERACTION_H

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-enum { SL_BAD_BUFFER = SL_DEVICE_ERROR + 1 };      /* beside the statuses of sparselift_cpu.h */
+enum { SL_BAD_BUFFER = SL_INTERNAL + 1 };      /* beside the statuses of sparselift_cpu.h */
 enum { SL_WIRE_FLOAT32 = 0, SL_WIRE_FLOAT16, SL_WIRE_BFLOAT16, SL_WIRE_INT8, SL_NUM_WIRES };
 
 /* K ids, contiguous; those outside of [0, rows) are no row. At most 2**31 - 1. */

@@ -23,7 +23,7 @@ bool is_worth_packing(const Source& source, int64_t dim, int64_t packed) {
     return lookups.count >= 2 * lookups.num_bags && packed + lookups.num_bags * dim <= kMaxPackedFloats;
 }
 
-/// Appends the sources of a table: its features' gradients, segment by segment. Throws std::length_error.
+/// Appends the sources of a table: its features' gradients, segment by segment. Throws std::invalid_argument.
 SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment* segments, int64_t num_segments) {
     SourceRange range{static_cast<int64_t>(program.sources.size()), 0, 0, 0, nullptr};
     const int64_t dim = program.tables[static_cast<size_t>(table)].dim;
@@ -33,7 +33,7 @@ SourceRange gather_sources(sl_program& program, int64_t table, const sl_segment*
             const sl_matrix& grad = segment.grads[f];
             const Lookups& lookups = segment.batch->lookups[f];
             if (!grad.data || lookups.count == 0) continue;
-            if (range.lookups + lookups.count > kMaxLookups) throw std::length_error("more than 2**31 - 2 lookups of one table in one update");
+            if (range.lookups + lookups.count > kMaxLookups) throw std::invalid_argument("more than 2**31 - 2 lookups of one table in one update");
             Source source = source_of(lookups, range.lookups);
             source.grad = grad.data;
             source.grad_stride = grad.row_stride;

@@ -119,9 +119,12 @@ using namespace sparselift;
 using namespace sparselift::cuda;
 
 extern "C" int64_t sl_cuda_forward_workspace_bytes(const sl_cuda_program* program, const sl_cuda_batch* batch) {
-    Layout layout(nullptr);
-    plan_forward(*program, *batch, layout);
-    return layout.used();
+    return guarded_size([&](int64_t& bytes) {
+        Layout layout(nullptr);
+        plan_forward(*program, *batch, layout);
+        bytes = layout.used();
+        return SL_OK;
+    });
 }
 
 extern "C" sl_status sl_cuda_forward(const sl_cuda_program* program, const sl_cuda_weights* tables, const sl_cuda_batch* batch,

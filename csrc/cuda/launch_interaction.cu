@@ -17,19 +17,26 @@ constexpr unsigned kSharedBlock = 128;
 /// Rows of the gradient of the (V, V) products at a time: V * kMostPanelRows floats fit beside a slice for any V.
 constexpr int32_t kMostPanelRows = 32;
 
+/// Of a vector, and of the output. Kernels count columns in int32, and look up to a slice past the last.
+constexpr int64_t kMostColumns = INT32_MAX - kSlice;
+
 sl_status check(const sl_interaction& shape) {
-    if (shape.batch < 0 || shape.dim < 1 || shape.num_vectors < 1 || shape.num_vectors > SL_CUDA_MOST_VECTORS)
-        return fail(SL_BAD_ARGUMENT, "an interaction on CUDA has 1 to %d vectors with columns; got %lld of %lld", SL_CUDA_MOST_VECTORS,
-                    static_cast<long long>(shape.num_vectors), static_cast<long long>(shape.dim));
+    if (shape.batch < 0 || shape.dim < 1 || shape.dim > kMostColumns || shape.num_vectors < 1 || shape.num_vectors > SL_CUDA_MOST_VECTORS)
+        return fail(SL_BAD_ARGUMENT, "an interaction on CUDA has 1 to %d vectors of 1 to %lld columns; got %lld of %lld", SL_CUDA_MOST_VECTORS,
+                    static_cast<long long>(kMostColumns), static_cast<long long>(shape.num_vectors), static_cast<long long>(shape.dim));
     if (shape.passed < -1 || shape.passed >= shape.num_vectors)
         return fail(SL_BAD_ARGUMENT, "the passed vector must be one of %lld; got %lld", static_cast<long long>(shape.num_vectors),
                     static_cast<long long>(shape.passed));
     for (int64_t i = 0; i < shape.num_runs; ++i) {
         const sl_pair_run& run = shape.runs[i];
         const bool follows = i == 0 || (run.row > shape.runs[i - 1].row && run.column == shape.runs[i - 1].column + shape.runs[i - 1].count);
-        if (run.row < 0 || run.row >= shape.num_vectors || run.first < 0 || run.count < 0 || run.first + run.count > shape.num_vectors || !follows)
+        if (run.row < 0 || run.row >= shape.num_vectors || run.first < 0 || run.count < 0 || run.first > shape.num_vectors - run.count || !follows)
             return fail(SL_BAD_ARGUMENT, "run %lld names pairs outside of %lld vectors, or does not follow the one before it",
                         static_cast<long long>(i), static_cast<long long>(shape.num_vectors));
+        if (run.column < 0 || run.column > kMostColumns - run.count)
+            return fail(SL_BAD_ARGUMENT, "an interaction on CUDA has up to %lld columns; run %lld has %lld from %lld on",
+                        static_cast<long long>(kMostColumns), static_cast<long long>(i), static_cast<long long>(run.count),
+                        static_cast<long long>(run.column));
     }
     return SL_OK;
 }
@@ -144,10 +151,13 @@ using namespace sparselift;
 using namespace sparselift::cuda;
 
 extern "C" int64_t sl_cuda_interaction_workspace_bytes(const sl_interaction* shape) {
-    if (check(*shape) != SL_OK) return 0;      // the call says why
-    Layout layout(nullptr);
-    const Description description(layout, *shape, nullptr, nullptr);
-    return layout.used();
+    return guarded_size([&](int64_t& bytes) -> sl_status {
+        SL_TRY(check(*shape));
+        Layout layout(nullptr);
+        const Description description(layout, *shape, nullptr, nullptr);
+        bytes = layout.used();
+        return SL_OK;
+    });
 }
 
 extern "C" sl_status sl_cuda_interaction_forward(const sl_interaction* shape, const sl_matrix* vectors, sl_matrix out,

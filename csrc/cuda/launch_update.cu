@@ -143,12 +143,15 @@ using namespace sparselift::cuda;
 
 extern "C" int64_t sl_cuda_update_workspace_bytes(const sl_cuda_program* program, const sl_rule* rules, const sl_cuda_segment* segments,
                                                   int64_t num_segments) {
-    UpdatePlan plan;
-    const std::vector<sl_cuda_weights> tables(program->tables.size());
-    if (plan_update(*program, tables.data(), rules, segments, num_segments, plan) != SL_OK) return 0;      // the update says why
-    Layout layout(nullptr);
-    lay_out(layout, plan, program->shape.chunk_lookups, false);
-    return layout.used();
+    return guarded_size([&](int64_t& bytes) -> sl_status {
+        UpdatePlan plan;
+        const std::vector<sl_cuda_weights> tables(program->tables.size());
+        SL_TRY(plan_update(*program, tables.data(), rules, segments, num_segments, plan));
+        Layout layout(nullptr);
+        lay_out(layout, plan, program->shape.chunk_lookups, false);
+        bytes = layout.used();
+        return SL_OK;
+    });
 }
 
 extern "C" sl_status sl_cuda_update(const sl_cuda_program* program, const sl_cuda_weights* tables, const sl_rule* rules,
@@ -171,18 +174,24 @@ extern "C" sl_status sl_cuda_update(const sl_cuda_program* program, const sl_cud
 }
 
 extern "C" int64_t sl_cuda_count_lookups(const sl_cuda_program* program, int64_t table, const sl_cuda_segment* segments, int64_t num_segments) {
-    UpdatePlan plan;
-    if (plan_gradient(*program, table, nullptr, segments, num_segments, plan) != SL_OK) return 0;
-    return plan.count;
+    return guarded_size([&](int64_t& count) -> sl_status {
+        UpdatePlan plan;
+        SL_TRY(plan_gradient(*program, table, nullptr, segments, num_segments, plan));
+        count = plan.count;
+        return SL_OK;
+    });
 }
 
 extern "C" int64_t sl_cuda_gradient_workspace_bytes(const sl_cuda_program* program, int64_t table, const sl_cuda_segment* segments,
                                                     int64_t num_segments) {
-    UpdatePlan plan;
-    if (plan_gradient(*program, table, nullptr, segments, num_segments, plan) != SL_OK) return 0;
-    Layout layout(nullptr);
-    lay_out(layout, plan, program->shape.chunk_lookups, true);
-    return layout.used();
+    return guarded_size([&](int64_t& bytes) -> sl_status {
+        UpdatePlan plan;
+        SL_TRY(plan_gradient(*program, table, nullptr, segments, num_segments, plan));
+        Layout layout(nullptr);
+        lay_out(layout, plan, program->shape.chunk_lookups, true);
+        bytes = layout.used();
+        return SL_OK;
+    });
 }
 
 extern "C" sl_status sl_cuda_expanded_grad(const sl_cuda_program* program, int64_t table, const sl_cuda_segment* segments, int64_t num_segments,

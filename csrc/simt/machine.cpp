@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "meeting.h"
 
@@ -268,6 +269,7 @@ unsigned char* shared_access(Access access, std::size_t offset, std::size_t byte
 }
 
 void note_launch(std::string_view kernel) {
+    if (auto* const call = std::exchange(at_next_launch, nullptr)) call();
     std::string name(kernel);
     for (const std::string_view dropped : {"sparselift::cuda::", "{anonymous}::"}) {
         for (std::size_t at; (at = name.find(dropped)) != std::string::npos;) name.erase(at, dropped.size());

@@ -89,6 +89,9 @@ inline thread_local bool counts_traffic = false;
 /// How often this OS thread has launched each kernel, by its name without namespaces.
 inline thread_local std::map<std::string, std::int64_t> launches_by_name;
 
+/// Called at the next launch of this OS thread, and never again. Tests let it throw, as allocations on the host's side of a launch may.
+inline thread_local void (*at_next_launch)() = nullptr;
+
 /// Notes a launch, by the name that the compiler has for the kernel.
 void note_launch(std::string_view kernel);
 

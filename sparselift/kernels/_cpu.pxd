@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 cdef extern from "api/sparselift_cpu.h" nogil:
     ctypedef int32_t sl_status
-    enum: SL_OK, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UNSUPPORTED
+    enum: SL_OK, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UNSUPPORTED, SL_INTERNAL
     enum: SL_FLOAT32, SL_FLOAT16, SL_BFLOAT16
     enum: SL_SUM, SL_MEAN, SL_NONE, SL_MAX
     enum: SL_COALESCE_CHAIN, SL_COALESCE_NONE

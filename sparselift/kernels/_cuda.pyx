@@ -21,7 +21,7 @@ from sparselift.kernels._cuda_abi cimport (
 )
 from sparselift.kernels._exchange cimport sl_boundaries, sl_buckets, sl_ids, sl_owners, sl_part, sl_range, sl_term
 from sparselift.kernels._interaction cimport sl_interaction, sl_pair_run
-from sparselift.kernels._status cimport allocate, check
+from sparselift.kernels._status cimport allocate, check, checked_size
 
 STATUS_BYTES = SL_CUDA_STATUS_BYTES
 MOST_DENSE_ROWS, MOST_DENSE_COLUMNS = SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_MOST_DENSE_COLUMNS
@@ -152,7 +152,7 @@ cdef class Program:
     def batch_bytes(self, inputs) -> int:
         """Device memory that `prepare` takes for these inputs: tuples of the fields of sl_index_input, one a feature."""
         self._read_inputs(inputs)
-        return sl_cuda_batch_bytes(self.handle, self.inputs)
+        return checked_size(sl_cuda_batch_bytes(self.handle, self.inputs))
 
     def prepare(self, inputs, uintptr_t memory, uintptr_t stream) -> Batch:
         cdef Batch batch = Batch.__new__(Batch)
@@ -195,7 +195,7 @@ cdef class Program:
         return 0
 
     def forward_workspace_bytes(self, Batch batch not None) -> int:
-        return sl_cuda_forward_workspace_bytes(self.handle, batch.handle)
+        return checked_size(sl_cuda_forward_workspace_bytes(self.handle, batch.handle))
 
     def forward(self, tables, Batch batch not None, outputs, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
         """`tables` are pointers, `outputs` (pointer, row stride) a feature."""
@@ -270,7 +270,7 @@ cdef class Program:
     def update_workspace_bytes(self, rules, segments) -> int:
         cdef Py_ssize_t count = self._read_segments(segments)
         self._read_rules(rules)
-        return sl_cuda_update_workspace_bytes(self.handle, self.rules, self.segments, count)
+        return checked_size(sl_cuda_update_workspace_bytes(self.handle, self.rules, self.segments, count))
 
     def update(self, tables, states, rules, segments, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
         """`tables` are pointers and `states` two a table, 0 where there is none."""
@@ -291,11 +291,11 @@ cdef class Program:
     def count_lookups(self, Py_ssize_t table, segments) -> int:
         """How many rows the outputs of the two functions below must hold."""
         cdef Py_ssize_t count = self._read_segments(segments)
-        return sl_cuda_count_lookups(self.handle, table, self.segments, count)
+        return checked_size(sl_cuda_count_lookups(self.handle, table, self.segments, count))
 
     def gradient_workspace_bytes(self, Py_ssize_t table, segments) -> int:
         cdef Py_ssize_t count = self._read_segments(segments)
-        return sl_cuda_gradient_workspace_bytes(self.handle, table, self.segments, count)
+        return checked_size(sl_cuda_gradient_workspace_bytes(self.handle, table, self.segments, count))
 
     def gradient(self, Py_ssize_t table, segments, bint coalesced, uintptr_t ids, uintptr_t grads, uintptr_t total, uintptr_t workspace,
                  int64_t workspace_bytes, uintptr_t stream):
@@ -354,7 +354,7 @@ cdef class BufferFault:
 
 
 def dedup_workspace_bytes(int64_t num_ids) -> int:
-    return sl_cuda_dedup_workspace_bytes(num_ids)
+    return checked_size(sl_cuda_dedup_workspace_bytes(num_ids))
 
 
 def dedup(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t distinct, uintptr_t slots, uintptr_t count,
@@ -369,7 +369,7 @@ def dedup(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t d
 
 
 def bucketize_workspace_bytes(int64_t num_ids) -> int:
-    return sl_cuda_bucketize_workspace_bytes(num_ids)
+    return checked_size(sl_cuda_bucketize_workspace_bytes(num_ids))
 
 
 def bucketize(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr_t bounds, int64_t num_bags, bint bounds_are_64,
@@ -388,7 +388,7 @@ def bucketize(uintptr_t ids, int64_t num_ids, bint are_64, int64_t rows, uintptr
 
 
 def pack_workspace_bytes(int64_t num_parts) -> int:
-    return sl_cuda_pack_workspace_bytes(num_parts)
+    return checked_size(sl_cuda_pack_workspace_bytes(num_parts))
 
 
 def pack(uintptr_t parts, int64_t num_parts, uintptr_t buffer, int64_t buffer_bytes, uintptr_t workspace, int64_t workspace_bytes,
@@ -402,7 +402,7 @@ def pack(uintptr_t parts, int64_t num_parts, uintptr_t buffer, int64_t buffer_by
 
 
 def unpack_workspace_bytes(int64_t num_parts) -> int:
-    return sl_cuda_unpack_workspace_bytes(num_parts)
+    return checked_size(sl_cuda_unpack_workspace_bytes(num_parts))
 
 
 def unpack(uintptr_t parts, int64_t num_parts, uintptr_t buffer, int64_t buffer_bytes, BufferFault fault not None, uintptr_t workspace,
@@ -417,7 +417,7 @@ def unpack(uintptr_t parts, int64_t num_parts, uintptr_t buffer, int64_t buffer_
 
 
 def regroup_workspace_bytes(int64_t num_ranges, int64_t num_terms) -> int:
-    return sl_cuda_regroup_workspace_bytes(num_ranges, num_terms)
+    return checked_size(sl_cuda_regroup_workspace_bytes(num_ranges, num_terms))
 
 
 def regroup(uintptr_t ranges, int64_t num_ranges, uintptr_t terms, int64_t num_terms, uintptr_t given, uintptr_t results, int64_t batch,
@@ -471,7 +471,7 @@ cdef class Interaction:
 
     def workspace_bytes(self) -> int:
         """Device memory that a call takes, of any batch size."""
-        return sl_cuda_interaction_workspace_bytes(&self.shape)
+        return checked_size(sl_cuda_interaction_workspace_bytes(&self.shape))
 
     def run(self, int64_t batch, vectors, out, vector_grads, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream):
         """`vectors` are V (pointer, row stride); `out` is one: written, or, with `vector_grads` (V of them, or None), the gradient."""

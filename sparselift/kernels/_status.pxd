@@ -1,13 +1,15 @@
 # What every extension does with statuses of the C ABI, and with memory for the structs that it fills.
 
+from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc
 
-from ._cpu cimport SL_BAD_ARGUMENT, SL_BAD_OFFSET, SL_NO_MEMORY, SL_OK, sl_error_text, sl_status
+from ._cpu cimport SL_BAD_ARGUMENT, SL_BAD_OFFSET, SL_INTERNAL, SL_NO_MEMORY, SL_OK, sl_error_text, sl_status
 from ._exchange cimport SL_BAD_BUFFER
 
 
 cdef inline int check(sl_status status) except -1:
-    """Raises MemoryError, ValueError, ExchangeError or KernelError, with the text of the call that gave the status."""
+    """Raises MemoryError, ValueError, ExchangeError, RuntimeError (an internal error) or KernelError, with the text of the call that gave
+    the status."""
     if status == SL_OK:
         return 0
     from sparselift.errors import ExchangeError, KernelError
@@ -18,7 +20,16 @@ cdef inline int check(sl_status status) except -1:
         raise ValueError(text)
     if status == SL_BAD_BUFFER:
         raise ExchangeError(text)
+    if status == SL_INTERNAL:
+        raise RuntimeError(text)
     raise KernelError(text)
+
+
+cdef inline int64_t checked_size(int64_t size) except -1:
+    """A size of the C ABI. Where it is minus a status, raises as `check` does."""
+    if size < 0:
+        check(<sl_status>-size)
+    return size
 
 
 cdef inline void* allocate(size_t count, size_t size) except NULL:

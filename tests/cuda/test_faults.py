@@ -93,6 +93,33 @@ def test_a_program_goes_on_after_a_fault_was_raised(simt: Simt) -> None:
     assert out[:, 0].tolist() == [6.0, 15.0]
 
 
+@pytest.mark.parametrize(("bad_alloc", "error", "text"), [(True, MemoryError, "out of memory"),
+                                                          (False, RuntimeError, "internal error: thrown by a test")])
+def test_what_goes_wrong_inside_is_no_wrong_argument(simt: Simt, bad_alloc: bool, error: type[Exception], text: str) -> None:
+    device = Device(simt)
+    simt.throw_at_launch(bad_alloc)
+    with pytest.raises(Exception, match=text) as raised:
+        device.prepare(GOOD, torch.tensor([0, 3]))
+    assert type(raised.value) is error
+    assert device.forward(device.prepare(GOOD, torch.tensor([0, 3]))) == [6.0, 15.0]
+
+
+@pytest.mark.parametrize(("num_vectors", "dim", "runs", "message"), [
+    (2, 2**31 - 32, [(1, 0, 1, 0)], r"1 to 512 vectors of 1 to 2147483615 columns; got 2 of 2147483616"),
+    (513, 4, [(1, 0, 1, 0)], "1 to 512 vectors of .* got 513 of 4"),
+    (2, 4, [(1, 0, 1, 2**31 - 33)], "up to 2147483615 columns; run 0 has 1 from 2147483615 on"),
+    (2, 4, [(1, 0, 1, -1)], "run 0 has 1 from -1 on"),
+    (2, 4, [(1, 1, 2**63 - 1, 0)], "run 0 names pairs outside of 2 vectors"),
+])
+def test_an_interaction_that_kernels_cannot_count_has_no_workspace(simt: Simt, num_vectors: int, dim: int,
+                                                                   runs: list[tuple[int, ...]], message: str) -> None:
+    interaction = simt.module.Interaction(num_vectors, dim, -1, runs)
+    with pytest.raises(ValueError, match=message):
+        interaction.workspace_bytes()
+    with pytest.raises(ValueError, match=message):
+        interaction.run(1, [None] * num_vectors, None, None, 0, 0, 0)
+
+
 def test_a_workspace_that_is_too_small_is_refused(simt: Simt) -> None:
     device = Device(simt)
     batch, grad = device.prepare(GOOD, torch.tensor([0, 3])), torch.ones(2, 4)

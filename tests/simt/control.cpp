@@ -1,4 +1,6 @@
 // What tests steer and count of the emulator, for ctypes.
+#include <new>
+#include <stdexcept>
 #include <string>
 
 #include "simt/machine.h"
@@ -23,6 +25,12 @@ EXPORTED const char* simt_take_launches() {
     for (const auto& [name, count] : sparselift::simt::launches_by_name) text += name + " " + std::to_string(count) + "\n";
     sparselift::simt::launches_by_name.clear();
     return text.c_str();
+}
+
+/// Lets the next launch of this OS thread throw: std::bad_alloc, or another exception with a text.
+EXPORTED void simt_throw_at_launch(int bad_alloc) {
+    if (bad_alloc) sparselift::simt::at_next_launch = [] { throw std::bad_alloc(); };
+    else sparselift::simt::at_next_launch = [] { throw std::logic_error("thrown by a test"); };
 }
 
 /// Whether the vector accesses of this OS thread are counted from now on.

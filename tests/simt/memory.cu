@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <stdexcept>
 
+#include "api/guarded.h"
 #include "harness.h"
 #include "simt/machine.h"
 
@@ -207,6 +209,20 @@ Outcome after_faults() {
     return {};
 }
 
+/// What is thrown becomes a status, or as a size minus a status: no fault of the caller's, which has a status of its own.
+Outcome exceptions() {
+    const auto gives = [](sl_status status, std::string_view text, auto body) {
+        const auto sized = [&](int64_t& size) { return size = 7, body(); };
+        if (guarded(body) != status || guarded_size(sized) != (status == SL_OK ? 7 : -status)) return false;
+        return status == SL_OK || std::string_view(sl_error_text()) == text;
+    };
+    return outcome_of(gives(SL_OK, "", [] { return SL_OK; }) && gives(SL_BAD_ARGUMENT, "3", [] { return fail(SL_BAD_ARGUMENT, "%d", 3); }) &&
+                      gives(SL_BAD_ARGUMENT, "too many", []() -> sl_status { throw std::invalid_argument("too many"); }) &&
+                      gives(SL_NO_MEMORY, "out of memory", []() -> sl_status { throw std::bad_alloc(); }) &&
+                      gives(SL_INTERNAL, "internal error: too long", []() -> sl_status { throw std::length_error("too long"); }) &&
+                      gives(SL_INTERNAL, "internal error: an exception that is no std::exception", []() -> sl_status { throw 3; }));
+}
+
 /// Memory, copies and errors of the host's side, and what is counted.
 Outcome runtime() {
     simt::counts = {};
@@ -242,6 +258,7 @@ const std::vector<Case> memory_cases = {
     {"dynamic shared", dynamic_views<8>},
     {"dynamic shared race", dynamic_views<16>},
     {"after faults", after_faults},
+    {"exceptions", exceptions},
     {"runtime", runtime},
 };
 

@@ -86,6 +86,10 @@ class Simt:
         lines = self.library.simt_take_launches().decode().splitlines()
         return {name: int(count) for name, _, count in (line.rpartition(" ") for line in lines)}
 
+    def throw_at_launch(self, bad_alloc: bool) -> None:
+        """The next launch does: std::bad_alloc, or another exception."""
+        self.library.simt_throw_at_launch(int(bad_alloc))
+
     def traffic(self, call: Callable[[], object]) -> Traffic:
         """Of the launches that `call` makes."""
         numbers = [ctypes.c_int64() for _ in range(4)]
