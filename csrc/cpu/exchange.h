@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "../api/int8_rows.h"
 #include "../api/sparselift_exchange.h"
 
 namespace sparselift {

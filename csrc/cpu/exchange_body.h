@@ -70,10 +70,7 @@ static void unpack_floats(const PackedRows& args) {
 
 // ---------------------------------------------------------------------------------------------------- int8 with a scale a row
 
-// A row's range is cut into 255 steps. Ranges below 2^-118 have no normal step: such a row is its least element. A row with a NaN, an
-// infinity or a range beyond float32 is NaN all over, so that whoever looks for them finds it.
-constexpr float kLeastRange = 0x1p-118f;
-constexpr float kSteps = 255.0f;
+// A row with a NaN, an infinity or a range beyond float32 is NaN all over, so that whoever looks for them finds it.
 constexpr float kNotANumber = __builtin_nanf("");
 
 struct RowRange {

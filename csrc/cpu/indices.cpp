@@ -5,8 +5,7 @@
 // an int32 a row of the table does, which a program keeps clean. Here ids may be of any size, come out ascending, and are nobody's table's.
 #include <algorithm>
 
-#include "../api/sparselift_exchange.h"
-#include "../api/status.h"
+#include "../api/exchange_checks.h"
 #include "threads.h"
 
 namespace sparselift {
@@ -47,13 +46,6 @@ sl_status visit_ids(const sl_ids& ids, const Visit& visit) {
 }
 
 int bits_of(uint64_t value) { return value == 0 ? 0 : 64 - __builtin_clzll(value); }
-
-sl_status check(const sl_ids& ids) {
-    if (ids.count < 0 || ids.count > INT32_MAX || ids.rows < 0)
-        return fail(SL_BAD_ARGUMENT, "at most 2**31 - 1 ids of at least 0 rows; got %lld of %lld", static_cast<long long>(ids.count),
-                    static_cast<long long>(ids.rows));
-    return SL_OK;
-}
 
 // ---------------------------------------------------------------------------------------------------- distinct ids
 
@@ -213,18 +205,23 @@ struct Owners {
     int64_t row_of(int64_t id, int64_t owner) const { return modulo ? divisor.divide(id) : id - owner * by; }
 };
 
+/// In the words of kernels/checks.py.
+sl_status wrong_boundary(int64_t position, int64_t value, int64_t previous, int64_t count) {
+    const auto at = static_cast<long long>(position), got = static_cast<long long>(value), ids = static_cast<long long>(count);
+    if (position == 0 && value != 0) return fail(SL_BAD_OFFSET, "offsets must start at 0; got %lld", got);
+    if (value < previous)
+        return fail(SL_BAD_OFFSET, "offsets must not decrease; got %lld after %lld at position %lld", got, static_cast<long long>(previous), at);
+    if (value > count) return fail(SL_BAD_OFFSET, "offset %lld at position %lld passes the %lld ids", got, at, ids);
+    return fail(SL_BAD_OFFSET, "the last offset must equal the number of ids (%lld); got %lld", ids, got);
+}
+
 template <typename Boundary>
 sl_status check_boundaries(const Boundary* bounds, int64_t num_bags, int64_t count) {
-    if (bounds[0] != 0) return fail(SL_BAD_OFFSET, "offsets must start at 0; got %lld", static_cast<long long>(bounds[0]));
-    for (int64_t b = 0; b < num_bags; ++b) {
-        if (bounds[b + 1] < bounds[b])
-            return fail(SL_BAD_OFFSET, "offsets must not decrease; got %lld after %lld at position %lld", static_cast<long long>(bounds[b + 1]),
-                        static_cast<long long>(bounds[b]), static_cast<long long>(b + 1));
+    if (bounds[0] != 0) return wrong_boundary(0, bounds[0], 0, count);
+    for (int64_t b = 1; b <= num_bags; ++b) {
+        if (bounds[b] < bounds[b - 1] || bounds[b] > count) return wrong_boundary(b, bounds[b], bounds[b - 1], count);
     }
-    if (bounds[num_bags] != count)
-        return fail(SL_BAD_OFFSET, "the last offset must equal the number of ids (%lld); got %lld", static_cast<long long>(count),
-                    static_cast<long long>(bounds[num_bags]));
-    return SL_OK;
+    return bounds[num_bags] == count ? SL_OK : wrong_boundary(num_bags, bounds[num_bags], num_bags > 0 ? bounds[num_bags - 1] : 0, count);
 }
 
 /// Owner `count` is nobody: ids that are no row. Chunks are whole bags, so that a length has one writer.
@@ -265,12 +262,7 @@ void bucketize(const Id* ids, int64_t rows, const Boundary* bounds, int64_t num_
     });
 }
 
-sl_status check(const sl_owners& owners, int64_t rows) {
-    const bool known = owners.count >= 1 && owners.count < INT32_MAX && owners.rows_per_owner >= 1;
-    if (known && (owners.modulo || owners.rows_per_owner > (rows - 1) / owners.count)) return SL_OK;
-    return fail(SL_BAD_ARGUMENT, "%lld owners of %lld rows each do not own %lld rows", static_cast<long long>(owners.count),
-                static_cast<long long>(owners.rows_per_owner), static_cast<long long>(rows));
-}
+constexpr int64_t kMostOwners = INT32_MAX - 1;      // and nobody, who is another one
 
 int64_t bucket_counts(const Cuts& cuts, const sl_owners& owners) { return lines(8 * cuts.chunks * (owners.count + 1)); }
 
@@ -282,7 +274,7 @@ using namespace sparselift;
 extern "C" int64_t sl_dedup_workspace_bytes(const sl_ids* ids, int32_t threads) { return DedupSpace(*ids, Cuts(ids->count, threads)).bytes(); }
 
 extern "C" sl_status sl_dedup(const sl_ids* ids, int64_t* distinct, int32_t* slots, int64_t* count, void* workspace, int32_t threads) {
-    if (sl_status status = check(*ids)) return status;
+    if (sl_status status = check_ids(*ids)) return status;
     const Cuts cuts(ids->count, threads);
     return visit_ids(*ids, [&](const auto* given) {
         if (is_narrow(*ids)) dedup<NarrowEntry>(given, *ids, cuts, workspace, distinct, slots, count);
@@ -297,8 +289,8 @@ extern "C" int64_t sl_bucketize_workspace_bytes(const sl_ids* ids, const sl_owne
 
 extern "C" sl_status sl_bucketize(const sl_ids* ids, const sl_boundaries* bags, const sl_owners* owners, const sl_buckets* buckets,
                                   void* workspace, int32_t threads) {
-    if (sl_status status = check(*ids)) return status;
-    if (sl_status status = check(*owners, ids->rows)) return status;
+    if (sl_status status = check_ids(*ids)) return status;
+    if (sl_status status = check_owners(*owners, ids->rows, kMostOwners)) return status;
     const Cuts cuts(ids->count, threads);
     const auto run = [&](const auto* bounds) -> sl_status {
         if (sl_status status = check_boundaries(bounds, bags->num_bags, ids->count)) return status;

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../api/exchange_checks.h"
 #include "owners.cuh"
 #include "pack.cuh"
 #include "program.h"
@@ -52,19 +53,6 @@ sl_status sort_ids(const sl_ids& ids, int64_t divisor, bool modulo, uint64_t unu
     SL_TRY(launch<&id_keys_kernel>(blocks_for(ids.count), kThreads, 0, stream, args));
     const SortPairs pairs{space.keys, space.sorted_keys, space.positions, space.sorted_positions, ids.count, std::max(bits_of(unused), 1)};
     return sort(pairs, space.sort, space.sort_bytes, stream);
-}
-
-sl_status check_ids(const sl_ids& ids) {
-    if (ids.count >= 0 && ids.count <= INT32_MAX && ids.rows >= 0) return SL_OK;
-    return fail(SL_BAD_ARGUMENT, "at most 2**31 - 1 ids of at least 0 rows; got %lld of %lld", static_cast<long long>(ids.count),
-                static_cast<long long>(ids.rows));
-}
-
-sl_status check_owners(const sl_owners& owners, int64_t rows) {
-    const bool known = owners.count >= 1 && owners.count <= kMaxGridY && owners.rows_per_owner >= 1;
-    if (known && (owners.modulo || owners.rows_per_owner > (rows - 1) / owners.count)) return SL_OK;
-    return fail(SL_BAD_ARGUMENT, "%lld owners of %lld rows each do not own %lld rows", static_cast<long long>(owners.count),
-                static_cast<long long>(owners.rows_per_owner), static_cast<long long>(rows));
 }
 
 /// Many go to blocks in y.
@@ -173,7 +161,7 @@ extern "C" sl_status sl_cuda_bucketize(const sl_ids* ids, const sl_boundaries* b
                                        const sl_cuda_context* context) {
     return guarded([&]() -> sl_status {
         SL_TRY(check_ids(*ids));
-        SL_TRY(check_owners(*owners, ids->rows));
+        SL_TRY(check_owners(*owners, ids->rows, kMaxGridY));
         const cudaStream_t stream = stream_of(*context);
         Layout layout(context->workspace);
         const Space space = lay_out(layout, ids->count);

@@ -4,6 +4,7 @@
 // written once; int8 reads it twice, the second time from cache.
 #pragma once
 
+#include "../api/int8_rows.h"
 #include "../api/packed_header.h"
 #include "../api/sparselift_cuda_exchange.h"
 #include "vectors.cuh"
@@ -11,7 +12,6 @@
 namespace sparselift::cuda {
 
 constexpr int32_t kRowLanes = 8, kRowColumns = 4;
-constexpr float kSteps = 255.0f, kLeastRange = 0x1p-118f;      // of an int8 row; below, it is its least element
 
 struct PackPart {
     float* rows;

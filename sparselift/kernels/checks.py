@@ -245,13 +245,24 @@ def id_error(spec: FeatureSpec, table: TableSpec, position: int, value: int) -> 
                       f"{table.name!r} of {table.rows} rows")
 
 
-def offset_error(spec: FeatureSpec, position: int, value: int, previous: int, count: int) -> ValueError:
-    """The first wrong bag boundary, `previous` the one before it."""
-    where = f"feature {spec.name!r}"
+def check_bounds(spec: FeatureSpec | None, bounds: Tensor, count: int) -> None:
+    """Raises ValueError unless the (B + 1,) int64 bag boundaries start at 0, never decrease, and end at `count`."""
+    previous = torch.cat([bounds.new_zeros(1), bounds[:-1]])
+    wrong = (bounds < previous) | (bounds > count)
+    wrong[0] |= bounds[0] != 0
+    wrong[-1] |= bounds[-1] != count
+    if wrong.any():
+        position = int(wrong.nonzero()[0])
+        raise offset_error(spec, position, int(bounds[position]), int(previous[position]), count)
+
+
+def offset_error(spec: FeatureSpec | None, position: int, value: int, previous: int, count: int) -> ValueError:
+    """The first wrong bag boundary, `previous` the one before it: of a feature, or of ids that belong to none."""
+    where = "" if spec is None else f"feature {spec.name!r}: "
     if position == 0 and value != 0:
-        return ValueError(f"{where}: offsets must start at 0; got {value}")
+        return ValueError(f"{where}offsets must start at 0; got {value}")
     if value < previous:
-        return ValueError(f"{where}: offsets must not decrease; got {value} after {previous} at position {position}")
+        return ValueError(f"{where}offsets must not decrease; got {value} after {previous} at position {position}")
     if value > count:
-        return ValueError(f"{where}: offset {value} at position {position} passes the {count} ids")
-    return ValueError(f"{where}: the last offset must equal the number of ids ({count}); got {value}")
+        return ValueError(f"{where}offset {value} at position {position} passes the {count} ids")
+    return ValueError(f"{where}the last offset must equal the number of ids ({count}); got {value}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparselift.dtypes import torch_dtype
 from sparselift.errors import ExchangeError
 
+from .checks import check_bounds
 from .exchange import Buckets, Distinct, ExchangeKernels, RowOwners
 from .packed import PackedLayout, PackedPart
 from .regroup import RegroupSpec
@@ -35,7 +36,7 @@ class ReferenceExchange(ExchangeKernels):
 
     def _bucketize(self, ids: Tensor, offsets: Tensor, owners: RowOwners, found: Buckets) -> None:
         bounds, ids = offsets.long(), ids.long()
-        _check_offsets(bounds.tolist(), len(ids))
+        check_bounds(None, bounds, len(ids))
         owner, bags = owners.owner_of(ids), found.lengths.shape[1]
         sources = torch.argsort(owner, stable=True)
         found.rows.copy_(owners.row_of(ids)[sources])
@@ -98,16 +99,6 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     bias = torch.where(finite, low + 0.0, torch.nan)
     elements = torch.where(flat, torch.zeros_like(matrix), ((matrix - low) * (steps / span)).round())
     return torch.cat([scale, bias], 1), elements.to(torch.uint8)
-
-
-def _check_offsets(bounds: list[int], count: int) -> None:
-    if bounds[0] != 0:
-        raise ValueError(f"offsets must start at 0; got {bounds[0]}")
-    for position, (before, after) in enumerate(zip(bounds, bounds[1:]), 1):
-        if after < before:
-            raise ValueError(f"offsets must not decrease; got {after} after {before} at position {position}")
-    if bounds[-1] != count:
-        raise ValueError(f"the last offset must equal the number of ids ({count}); got {bounds[-1]}")
 
 
 def _difference(found: PackedLayout, expected: PackedLayout) -> str:

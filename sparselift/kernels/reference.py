@@ -13,25 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import checks
 from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, State, TableSpec, UpdateRule
-from .checks import (
-    INDEX_DTYPES,
-    check_bag_length,
-    check_count,
-    check_lookup_count,
-    check_max,
-    check_offset_count,
-    check_rows,
-    check_rules,
-    check_specs,
-    check_tables,
-    check_vector,
-    check_weights,
-    feature_grads,
-    feature_outputs,
-    id_error,
-    offset_error,
-)
 from .noise import chance, round_by_chance
 
 
@@ -82,7 +65,7 @@ class ReferenceBatch(IndexBatch):
 
     def maxima(self, feature: int) -> Tensor:
         spec = self.program.features[feature]
-        check_max(spec)
+        checks.check_max(spec)
         nowhere = torch.full((self.num_bags[feature], self.program.tables[spec.table].dim), -1)
         return self._maxima.get(feature, nowhere).clone()
 
@@ -104,26 +87,26 @@ class ReferenceProgram(BagProgram):
                 weights: Sequence[Tensor | None] | None = None) -> ReferenceBatch:
         weights = [None] * len(self.features) if weights is None else weights
         for what, given in (("indices", indices), ("offsets", offsets), ("weights", weights)):
-            check_count(what, "feature", len(given), len(self.features))
+            checks.check_count(what, "feature", len(given), len(self.features))
         return ReferenceBatch(self, [self._prepare_feature(spec, ids, starts, factors)
                                      for spec, ids, starts, factors in zip(self.features, indices, offsets, weights)])
 
     def _prepare_feature(self, spec: FeatureSpec, indices: Tensor, offsets: Tensor | int, weights: Tensor | None) -> _Lookups:
-        check_vector(spec.name, "indices", indices, INDEX_DTYPES)
-        check_lookup_count(f"feature {spec.name!r}", len(indices))
-        check_weights(spec, weights, len(indices))
+        checks.check_vector(spec.name, "indices", indices, checks.INDEX_DTYPES)
+        checks.check_lookup_count(f"feature {spec.name!r}", len(indices))
+        checks.check_weights(spec, weights, len(indices))
         bounds = _bag_bounds(spec, len(indices), offsets)
         table = self.tables[spec.table]
         wrong = ((indices < 0) | (indices >= table.rows)).nonzero()
         if len(wrong):
-            raise id_error(spec, table, int(wrong[0]), int(indices[wrong[0]]))
+            raise checks.id_error(spec, table, int(wrong[0]), int(indices[wrong[0]]))
         return _Lookups(indices.detach().to(torch.int64, copy=True), bounds, None if weights is None else weights.detach().clone())
 
     def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
-        check_tables(self, tables)
+        checks.check_tables(self, tables)
         lookups = self._lookups(batch)
         with torch.no_grad():
-            for feature, (spec, look, output) in enumerate(zip(self.features, lookups, feature_outputs(self, batch, out))):
+            for feature, (spec, look, output) in enumerate(zip(self.features, lookups, checks.feature_outputs(self, batch, out))):
                 if spec.pooling == "max":
                     pooled, positions = _pool_max(spec, tables[spec.table], look)
                     batch.note_maxima(feature, positions)  # type: ignore[attr-defined]
@@ -132,17 +115,17 @@ class ReferenceProgram(BagProgram):
                 output.copy_(pooled)
 
     def weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, feature: int, grad: Tensor) -> Tensor:
-        check_tables(self, tables)
+        checks.check_tables(self, tables)
         spec, look = self.features[feature], self._lookups(batch)[feature]
-        check_rows(f"gradient of feature {spec.name!r}", grad, (batch.num_bags[feature], self.tables[spec.table].dim))
+        checks.check_rows(f"gradient of feature {spec.name!r}", grad, (batch.num_bags[feature], self.tables[spec.table].dim))
         with torch.no_grad():
             products = (grad[look.bags].double() * tables[spec.table][look.ids].double()).sum(1).float()
             return products if spec.padding_idx is None else products.masked_fill_(look.ids == spec.padding_idx, 0)
 
     def update(self, tables: Sequence[Tensor | None], states: Sequence[State],
                rules: Sequence[UpdateRule | None], segments: Sequence[Segment]) -> None:
-        check_rules(self, states, rules)
-        check_tables(self, tables, rules)
+        checks.check_rules(self, states, rules)
+        checks.check_tables(self, tables, rules)
         with torch.no_grad():
             for position, rule in enumerate(rules):
                 table = tables[position]
@@ -161,7 +144,7 @@ class ReferenceProgram(BagProgram):
         ids, grads = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, self.tables[table].dim, dtype=torch.float32)]
         for segment in segments:
             lookups = self._lookups(segment.batch)
-            for feature, (spec, look, grad) in enumerate(zip(self.features, lookups, feature_grads(self, segment))):
+            for feature, (spec, look, grad) in enumerate(zip(self.features, lookups, checks.feature_grads(self, segment))):
                 if spec.table != table or grad is None:
                     continue
                 part_ids, part = _lookup_grads(spec, look, grad, segment.batch.maxima(feature) if spec.pooling == "max" else None)
@@ -183,7 +166,7 @@ class ReferenceBackend(KernelBackend):
     name = "reference"
 
     def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> ReferenceProgram:
-        check_specs(tables, features)
+        checks.check_specs(tables, features)
         return ReferenceProgram(tables, features)
 
     def variant(self) -> str:
@@ -193,20 +176,14 @@ class ReferenceBackend(KernelBackend):
 def _bag_bounds(spec: FeatureSpec, count: int, offsets: Tensor | int) -> Tensor:
     """(B + 1,) int64 bag boundaries, 0 first and `count` last."""
     if isinstance(offsets, int):
-        check_bag_length(spec, offsets, count)
+        checks.check_bag_length(spec, offsets, count)
         return torch.arange(0, count + 1, offsets)
-    check_vector(spec.name, "offsets", offsets, INDEX_DTYPES)
-    check_offset_count(spec, len(offsets), count)
+    checks.check_vector(spec.name, "offsets", offsets, checks.INDEX_DTYPES)
+    checks.check_offset_count(spec, len(offsets), count)
     bounds = offsets.detach().to(torch.int64, copy=True)
     if not spec.include_last_offset:
         bounds = torch.cat([bounds, torch.tensor([count])])
-    previous = torch.cat([torch.zeros(1, dtype=torch.int64), bounds[:-1]])
-    wrong = (bounds < previous) | (bounds > count)
-    wrong[0] |= bounds[0] != 0
-    wrong[-1] |= bounds[-1] != count
-    if wrong.any():
-        position = int(wrong.nonzero()[0])
-        raise offset_error(spec, position, int(bounds[position]), int(previous[position]), count)
+    checks.check_bounds(spec, bounds, count)
     return bounds
 
 

@@ -148,8 +148,9 @@ class TestBucketize:
 
     @pytest.mark.parametrize(("bounds", "message"), [
         ([1, 3], "start at 0; got 1"), ([0, 2, 1, 3], "must not decrease; got 1 after 2 at position 2"),
-        ([0, 2], r"number of ids \(3\); got 2"), ([0, 4], r"number of ids \(3\); got 4"),
-        ([0, -1, 3], "got -1 after 0 at position 1"), ([0, 2**32, 3], "got 3 after 4294967296")])
+        ([0, 2], r"number of ids \(3\); got 2"), ([0, 4], "offset 4 at position 1 passes the 3 ids"),
+        ([0, -1, 3], "got -1 after 0 at position 1"), ([0, 2**32, 3], "offset 4294967296 at position 1 passes the 3 ids"),
+        ([3], "start at 0; got 3"), ([0], r"number of ids \(3\); got 0")])
     def test_wrong_offsets_are_named(self, exchange: ExchangeKernels, bounds: list[int], message: str) -> None:
         ids, offsets = on(exchange, torch.tensor([0, 1, 2])), on(exchange, torch.tensor(bounds))
         if exchange.name == "cuda":                            # nothing waits to look at them: lengths mean nothing, the rest is right
