@@ -28,6 +28,7 @@ from torch import Tensor
 from sparselift.arrays import as_array, device_tensor, stream_handle, torch_stream
 from sparselift.errors import KernelError
 
+from . import checks
 from .base import (
     COALESCE_METHODS,
     POOLINGS,
@@ -41,24 +42,6 @@ from .base import (
     State,
     TableSpec,
     UpdateRule,
-)
-from .checks import (
-    INDEX_DTYPES,
-    check_bag_length,
-    check_count,
-    check_lookup_count,
-    check_max,
-    check_offset_count,
-    check_rows,
-    check_rules,
-    check_specs,
-    check_tables,
-    check_vector,
-    check_weights,
-    feature_grads,
-    feature_outputs,
-    id_error,
-    offset_error,
 )
 from .device_memory import device_memory
 
@@ -116,7 +99,7 @@ class CudaBatch(IndexBatch):
 
     def maxima(self, feature: int) -> Tensor:
         spec = self.program.features[feature]
-        check_max(spec)
+        checks.check_max(spec)
         return self.program.read("maxima", self, feature, (self.num_bags[feature], self.program.tables[spec.table].dim))
 
     @property
@@ -160,8 +143,7 @@ class CudaProgram(BagProgram):
 
     def synchronize(self) -> None:
         """Wait for what was queued on the current stream. Raises IndexError or ValueError for a fault that the device found."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self.backend.synchronize()
         with self._turn():
             pass
 
@@ -202,8 +184,8 @@ class CudaProgram(BagProgram):
         is_id, feature, position, value, previous, count = fault
         spec = self.features[feature]
         if is_id:
-            raise id_error(spec, self.tables[spec.table], position, value)
-        raise offset_error(spec, position, value, previous, count)
+            raise checks.id_error(spec, self.tables[spec.table], position, value)
+        raise checks.offset_error(spec, position, value, previous, count)
 
     def read(self, what: str, batch: CudaBatch, feature: int, shape: tuple[int, ...]) -> Tensor:
         """The "indices", "offsets" or "maxima" of a feature, an int64 copy."""
@@ -223,7 +205,7 @@ class CudaProgram(BagProgram):
                 weights: Sequence[Tensor | None] | None = None) -> CudaBatch:
         weights = [None] * len(self.features) if weights is None else weights
         for what, given in (("indices", indices), ("offsets", offsets), ("weights", weights)):
-            check_count(what, "feature", len(given), len(self.features))
+            checks.check_count(what, "feature", len(given), len(self.features))
         kept: list[Tensor] = []
         inputs = [self._read_feature(*parts, kept) for parts in zip(
             self.features, self._tensors("indices of feature", indices), self._tensors("offsets of feature", offsets),
@@ -237,17 +219,17 @@ class CudaProgram(BagProgram):
     def _read_feature(self, spec: FeatureSpec, indices: Tensor, offsets: Tensor | int, weights: Tensor | None,
                       kept: list[Tensor]) -> tuple[int, ...]:
         """The fields of sl_index_input."""
-        check_vector(spec.name, "indices", indices, INDEX_DTYPES, device=self.device)
-        check_lookup_count(f"feature {spec.name!r}", len(indices))
-        check_weights(spec, weights, len(indices), device=self.device)
+        checks.check_vector(spec.name, "indices", indices, checks.INDEX_DTYPES, device=self.device)
+        checks.check_lookup_count(f"feature {spec.name!r}", len(indices))
+        checks.check_weights(spec, weights, len(indices), device=self.device)
         ids = as_array(indices.detach())
         bounds, length = (0, 0, 0, 0), 0
         if isinstance(offsets, int):
-            check_bag_length(spec, offsets, len(indices))
+            checks.check_bag_length(spec, offsets, len(indices))
             length = offsets
         else:
-            check_vector(spec.name, "offsets", offsets, INDEX_DTYPES, device=self.device)
-            check_offset_count(spec, len(offsets), len(indices))
+            checks.check_vector(spec.name, "offsets", offsets, checks.INDEX_DTYPES, device=self.device)
+            checks.check_offset_count(spec, len(offsets), len(indices))
             given = as_array(offsets.detach())
             bounds = given.pointer, given.shape[0], given.strides[0], given.dtype == "int64"
         factors = (0, 0)
@@ -260,18 +242,19 @@ class CudaProgram(BagProgram):
 
     def forward(self, tables: Sequence[Tensor], batch: IndexBatch, out: Tensor | Sequence[Tensor]) -> None:
         tables, out = self._tensors("weight of table", tables), self._matrices("output", out, written=True)
-        check_tables(self, tables, device=self.device)
+        checks.check_tables(self, tables, device=self.device)
         prepared = self._check_batch(batch)
-        outputs = [(output.data_ptr(), output.stride(0)) for output in feature_outputs(self, batch, out, device=self.device)]
+        outputs = [(output.data_ptr(), output.stride(0)) for output in checks.feature_outputs(self, batch, out, device=self.device)]
         with self._turn():
             space = self._space(self.raw.forward_workspace_bytes(prepared.raw))
             self.raw.forward([as_array(table.detach()).pointer for table in tables], prepared.raw, outputs, *space, self.stream())
 
     def weight_grad(self, tables: Sequence[Tensor], batch: IndexBatch, feature: int, grad: Tensor) -> Tensor:
         tables, grad = self._tensors("weight of table", tables), device_tensor("the gradient", grad, self.device)
-        check_tables(self, tables, device=self.device)
+        checks.check_tables(self, tables, device=self.device)
         prepared, spec = self._check_batch(batch), self.features[feature]
-        check_rows(f"gradient of feature {spec.name!r}", grad, (batch.num_bags[feature], self.tables[spec.table].dim), device=self.device)
+        shape = batch.num_bags[feature], self.tables[spec.table].dim
+        checks.check_rows(f"gradient of feature {spec.name!r}", grad, shape, device=self.device)
         kept: list[Tensor] = []
         matrix = _matrix(grad, kept)
         out = self.empty((batch.num_lookups[feature],), torch.float32)
@@ -286,8 +269,8 @@ class CudaProgram(BagProgram):
         tables = self._tensors("weight of table", tables, written=True)
         states = [tuple(self._tensors("state", state, written=True)) if isinstance(state, tuple)
                   else device_tensor("the state", state, self.device, written=True) for state in states]
-        check_rules(self, states, rules, device=self.device)
-        check_tables(self, tables, rules, device=self.device)
+        checks.check_rules(self, states, rules, device=self.device)
+        checks.check_tables(self, tables, rules, device=self.device)
         kept: list[Tensor] = []
         read = self._read_segments(segments, kept)
         given = [None if rule is None else (1 + UPDATE_RULES.index(rule.kind), rule.maximize, rule.lr, rule.eps, rule.weight_decay,
@@ -304,7 +287,7 @@ class CudaProgram(BagProgram):
             batch = self._check_batch(segment.batch)
             if not isinstance(segment.grad, Tensor):
                 segment = dataclasses.replace(segment, grad=self._matrices("gradient", segment.grad))
-            grads = [None if grad is None else _matrix(grad, kept) for grad in feature_grads(self, segment, device=self.device)]
+            grads = [None if grad is None else _matrix(grad, kept) for grad in checks.feature_grads(self, segment, device=self.device)]
             read.append((batch.raw, grads, segment.scales))
         return read
 
@@ -387,13 +370,18 @@ class CudaBackend(KernelBackend):
         finally:
             self._calling.stream = before
 
+    def synchronize(self) -> None:
+        """Wait for what was queued on the stream that calls of this thread go to."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A host buffer that a device copies from by itself, for ids on their way to it. Stays unchanged until the copy is done."""
         return self.memory.pinned(shape, dtype)
 
     def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], shape: KernelShape | None = None) -> CudaProgram:
         """`shape` lays out this program's kernels, in place of the backend's. Raises ValueError for one that kernels do not have, too."""
-        check_specs(tables, features)
+        checks.check_specs(tables, features)
         for table in tables:
             where = f"table {table.name!r}"
             if table.knobs.coalesce not in self.coalesce_methods:

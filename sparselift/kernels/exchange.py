@@ -93,7 +93,7 @@ class Buckets:
 class ExchangeKernels(ABC):
     """The operations on tensors of one device. Keeps nothing of its arguments; any thread may call it.
 
-    Work on a CUDA device goes to torch's current stream, and nothing waits for it but where that is said.
+    Work on a CUDA device goes to the current stream of its backend, and nothing waits for it but where that is said.
     Arguments raise ValueError, TypeError and DtypeError as `checks` does: wrong shapes, dtypes, devices, counts.
     """
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparselift.arrays import as_array
+from sparselift.arrays import as_array, device_tensor
 from sparselift.errors import ExchangeError, KernelError
 
 from .cpu import ISAS, CpuBackend
-from .cuda import CUDA_MODULE, CudaBackend
+from .cuda import CudaBackend
 from .exchange import Buckets, Distinct, ExchangeKernels, RowOwners
 from .packed import WIRE_DTYPES, PackedLayout
 from .regroup import RegroupSpec
@@ -86,29 +85,57 @@ class CpuExchange(CompiledExchange):
 
 
 class CudaExchange(CompiledExchange):
-    """On a CUDA device, by the kernels of csrc/cuda.
+    """On a CUDA device, by the kernels of csrc/cuda: on the stream, and in the memory, of a backend. Tensors may be arrays that
+    `arrays.device_tensor` takes, such as cupy's.
 
     Parameters
     ----------
-    device, module   as of CudaBackend, and raises as that does
+    backend   None: CudaBackend(), and raises as that does
     """
 
     name = "cuda"
 
-    def __init__(self, device: str | torch.device = "cuda", module: str = CUDA_MODULE) -> None:
-        backend = CudaBackend(device, module=module)
-        self.device, self._module, self._raw = backend.device, module, backend.extension
-        self._status = self._empty((self._raw.STATUS_BYTES,), torch.uint8)
-        with self._on_device() as stream:
-            self._fault = self._raw.BufferFault(self._status.data_ptr(), stream)
+    def __init__(self, backend: CudaBackend | None = None) -> None:
+        self.backend = CudaBackend() if backend is None else backend
+        self.device, self._raw = self.backend.device, self.backend.extension
+        self._status = self._empty(self._raw.STATUS_BYTES, torch.uint8)
+        with self.backend.current_device():
+            self._fault = self._raw.BufferFault(self._status.data_ptr(), self.backend.current_stream())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CudaExchange, (self.device, self._module)
+        return CudaExchange, (self.backend,)
+
+    def dedup(self, ids: Any, rows: int) -> Distinct:
+        return super().dedup(self._tensor("ids", ids), rows)
+
+    def bucketize(self, ids: Any, offsets: Any, owners: RowOwners) -> Buckets:
+        return super().bucketize(self._tensor("ids", ids), self._tensor("offsets", offsets), owners)
+
+    def pack(self, layout: PackedLayout, matrices: Sequence[Any], out: Any = None) -> Tensor:
+        return super().pack(layout, self._tensors("matrices", matrices), self._tensor("the buffer", out, written=True))
+
+    def unpack(self, layout: PackedLayout, buffer: Any, outputs: Sequence[Any]) -> None:
+        super().unpack(layout, self._tensor("the buffer", buffer), self._tensors("outputs", outputs, written=True))
+
+    def regroup(self, spec: RegroupSpec, sources: Sequence[Any], outputs: Sequence[Any]) -> None:
+        super().regroup(spec, self._tensors("sources", sources), self._tensors("outputs", outputs, written=True))
+
+    def regroup_backward(self, spec: RegroupSpec, grads: Sequence[Any], source_grads: Sequence[Any]) -> None:
+        super().regroup_backward(spec, self._tensors("grads", grads), self._tensors("source_grads", source_grads, written=True))
+
+    def _tensor(self, what: str, given: Any, *, written: bool = False) -> Any:
+        return device_tensor(what, given, self.device, written=written)
+
+    def _tensors(self, what: str, given: Sequence[Any], *, written: bool = False) -> list[Any]:
+        return [self._tensor(f"{what}[{place}]", array, written=written) for place, array in enumerate(given)]
+
+    def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.backend.memory.empty((shape,) if isinstance(shape, int) else shape, dtype, self.backend.current_stream())
 
     def _call(self, name: str, sizes: tuple[int, ...], *args: object) -> None:
-        with self._on_device() as stream:
-            space = self._empty((getattr(self._raw, f"{name}_workspace_bytes")(*sizes),), torch.uint8)
-            getattr(self._raw, name)(*args, space.data_ptr(), space.nbytes, stream)
+        with self.backend.current_device():
+            space = self._empty(getattr(self._raw, f"{name}_workspace_bytes")(*sizes), torch.uint8)
+            getattr(self._raw, name)(*args, space.data_ptr(), space.nbytes, self.backend.current_stream())
 
     def _unpack(self, layout: PackedLayout, buffer: Tensor, outputs: Sequence[Tensor]) -> None:
         self._raise_fault()
@@ -117,25 +144,15 @@ class CudaExchange(CompiledExchange):
         self._raise_fault()
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self.backend.synchronize()
         self._raise_fault()
 
     def _raise_fault(self) -> None:
         """Raises ExchangeError for a header that the device has told of."""
-        with self._on_device() as stream:
-            text = self._fault.take(stream)
+        with self.backend.current_device():
+            text = self._fault.take(self.backend.current_stream())
         if text is not None:
             raise ExchangeError(text)
-
-    @contextmanager
-    def _on_device(self) -> Iterator[int]:
-        """Launches go to this device, whichever is current, on torch's current stream there: its handle."""
-        if self.device.type != "cuda":
-            yield 0                                            # the emulator
-            return
-        with torch.cuda.device(self.device):
-            yield torch.cuda.current_stream(self.device).cuda_stream
 
 
 def _ids(ids: Tensor, rows: int) -> tuple[int, int, bool, int]:

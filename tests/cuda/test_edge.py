@@ -21,6 +21,8 @@ from sparselift.errors import MissingExtraError
 from sparselift.kernels import available_backends, get_backend
 from sparselift.kernels.base import FeatureSpec, Segment, TableSpec, UpdateRule
 from sparselift.kernels.cuda import CudaBackend
+from sparselift.kernels.exchange import PackedLayout, PackedPart
+from sparselift.kernels.exchange_compiled import CudaExchange
 from tests.cuda.host_cupy import Exported, Stream
 from tests.simt import module as simt
 
@@ -84,6 +86,35 @@ def test_a_step_over_arrays_of_others_on_their_stream(library: Library, pool: st
     assert np.array_equal(library.values(weight), table - 0.5 * np.isin(np.arange(6), ids)[:, None])
     if library.allocations is not None:                        # the program's status; a batch, and the workspace of an update
         assert [stream for _, stream in library.allocations] == ([] if pool == "torch" else [0, 64, 64])
+
+
+@pytest.mark.parametrize("pool", ["torch", "cupy"])
+def test_an_exchange_is_on_the_stream_and_in_the_pool_of_its_backend(library: Library, pool: str) -> None:
+    """Results, status and workspaces; ids, matrices and outputs are arrays of others."""
+    exchange = pickle.loads(pickle.dumps(CudaExchange(library.pooled(pool))))
+    ids, row, out = (library.array(values) for values in (np.array([4, 1, 4]), np.ones((1, 4), np.float32), np.zeros((1, 4), np.float32)))
+    layout, allocations = PackedLayout((PackedPart(1, 4),)), library.allocations or []
+    if exchange.device.type == "cuda":
+        torch.cuda.synchronize()                               # what made the arrays is done
+    before = len(allocations)
+    with exchange.backend.on_stream(library.stream):
+        found = exchange.dedup(ids, 5)
+        exchange.unpack(layout, exchange.pack(layout, [row]), [out])
+        exchange.synchronize()
+    assert found.trimmed().tolist() == [1, 4] and found.slots.tolist() == [1, 0, 1] and library.values(out).tolist() == [[1] * 4]
+    if library.allocations is not None:                        # ids, slots, their number; a buffer; three workspaces
+        assert [stream for _, stream in allocations[before:]] == ([] if pool == "torch" else [64] * 7)
+
+
+def test_what_an_exchange_writes_must_not_be_read_only(library: Library) -> None:
+    exchange, layout = CudaExchange(library.backend("torch")), PackedLayout((PackedPart(1, 4),))
+    with pytest.raises(TypeError, match="ids must be a tensor; got list"):
+        exchange.dedup([4, 1], 5)
+    if library.allocations is not None:
+        out = np.zeros((1, 4), np.float32)
+        out.flags.writeable = False
+        with pytest.raises(ValueError, match=r"outputs.0. is read-only and is to be written"):
+            exchange.unpack(layout, exchange.pack(layout, [library.array(np.ones((1, 4), np.float32))]), [Exported(out)])
 
 
 @pytest.mark.parametrize("pool", ["torch", "cupy"])

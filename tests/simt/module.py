@@ -106,7 +106,7 @@ class Simt:
         return CudaBackend("cpu", shape or KernelShape(), NAME)
 
     def exchange(self) -> CudaExchange:
-        return CudaExchange("cpu", NAME)
+        return CudaExchange(self.backend())
 
 
 @cache
