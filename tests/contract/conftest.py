@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import compress
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,9 @@ PARAMS = [ALONE] if ALONE else [*CPU_BACKENDS, *EMULATED, *(["cuda"] if "cuda" i
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of one backend alone, no test of this folder that is not about backends."""
     if ALONE:
-        others = [item for item in items if item.path.is_relative_to(FOLDER) and not runs_over(item, ALONE)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        is_other = [item.path.is_relative_to(FOLDER) and not runs_over(item, ALONE) for item in items]
+        config.hook.pytest_deselected(items=list(compress(items, is_other)))
+        items[:] = [item for item, is_left_out in zip(items, is_other) if not is_left_out]
 
 
 @pytest.fixture(scope="session")
@@ -41,16 +42,25 @@ def runs_over(item: pytest.Item, backend: str) -> bool:
 
 
 @pytest.fixture(params=PARAMS)
-def backend(request: pytest.FixtureRequest) -> KernelBackend:
-    """The reference, the CPU kernels of each instruction set, and the CUDA kernels, under each schedule of the emulator and on a device."""
-    kind, _, schedule = request.param.partition("-")
-    if kind == "simt":
+def backend_name(request: pytest.FixtureRequest) -> str:
+    """The reference, the CPU kernels of each instruction set, and the CUDA kernels, on a device and under each schedule of the emulator,
+    which is then set."""
+    name = str(request.param)
+    if emulates(name):
+        request.getfixturevalue("emulator").set_schedule(name.removeprefix("simt-"))
+    elif name not in available_backends() and not ALONE:
+        pytest.skip(f"{name}: not built, or its instruction set is missing here")
+    return name
+
+
+def emulates(backend_name: str) -> bool:
+    return backend_name.startswith("simt-")
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, backend_name: str) -> KernelBackend:
+    if emulates(backend_name):
         emulator: Simt = request.getfixturevalue("emulator")
-        emulator.set_schedule(schedule)
         return emulator.backend()
-    if request.param == "cuda":
-        on_device = get_backend("cuda")
-        return OnDevice(on_device, on_device.device)
-    if request.param not in available_backends() and not ALONE:
-        pytest.skip(f"{request.param}: not built, or its instruction set is missing here")
-    return get_backend(request.param)
+    found = get_backend(backend_name)
+    return OnDevice(found, found.device) if backend_name == "cuda" else found

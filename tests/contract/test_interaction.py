@@ -13,7 +13,7 @@ from torch import Tensor
 from sparselift.errors import KernelError
 from sparselift.kernels import available_backends, get_backend
 from sparselift.kernels.interaction import ORDERS, CudaInteraction, InteractionKernel, InteractionSpec, compile_interaction, interact
-from tests.contract.conftest import ALONE, PARAMS
+from tests.contract.conftest import emulates
 from tests.contract.on_device import OnDevice
 
 SHAPES = [(1, 1), (2, 1), (3, 3), (4, 16), (5, 17), (8, 4), (9, 64), (16, 15), (17, 130), (27, 64), (33, 8), (40, 1000), (96, 5)]
@@ -24,26 +24,15 @@ VARIANTS = [(order, diagonal, passed) for order in ORDERS for diagonal in (False
 Compile = Callable[[InteractionSpec], InteractionKernel]
 
 
-@pytest.fixture(params=PARAMS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """The reference, the CPU kernels of each instruction set, and the CUDA kernels on a device or under each schedule of the emulator."""
-    kind, _, schedule = request.param.partition("-")
-    if kind == "simt":
-        request.getfixturevalue("emulator").set_schedule(schedule)
-    elif request.param not in available_backends() and not ALONE:
-        pytest.skip(f"{request.param}: not built, or its instruction set is missing here")
-    return str(request.param)
-
-
 @pytest.fixture
-def compiled(request: pytest.FixtureRequest, backend: str) -> Compile:
-    if backend.startswith("simt"):
+def compiled(request: pytest.FixtureRequest, backend_name: str) -> Compile:
+    if emulates(backend_name):
         emulated = request.getfixturevalue("emulator").backend()
         return lambda spec: CudaInteraction(spec, emulated)
-    if backend == "cuda":
+    if backend_name == "cuda":
         device = get_backend("cuda").device
-        return lambda spec: OnDevice(compile_interaction(spec, backend), device)
-    return lambda spec: compile_interaction(spec, backend)
+        return lambda spec: OnDevice(compile_interaction(spec, backend_name), device)
+    return lambda spec: compile_interaction(spec, backend_name)
 
 
 def integers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -78,10 +67,10 @@ def double_gradient(vectors: Tensor, grad: Tensor, spec: InteractionSpec) -> Ten
 
 class TestInteraction:
     @pytest.mark.parametrize(("count", "dim"), SHAPES)
-    def test_on_integers_it_is_exact(self, backend: str, compiled: Compile, count: int, dim: int) -> None:
+    def test_on_integers_it_is_exact(self, backend_name: str, compiled: Compile, count: int, dim: int) -> None:
         """In every order; the emulator, which takes its time, has two of the twelve for each shape."""
         first = SHAPES.index((count, dim))
-        for order, diagonal, passed in VARIANTS[first % 6::6] if backend.startswith("simt") else VARIANTS:
+        for order, diagonal, passed in VARIANTS[first % 6::6] if emulates(backend_name) else VARIANTS:
             spec = InteractionSpec(count, dim, order, diagonal, count - 1 if passed == -1 else passed)
             vectors, grad = integers((3, count, dim), 1), integers((3, spec.width), 2)
             out, found = run(compiled(spec), vectors, grad)
@@ -121,18 +110,18 @@ class TestInteraction:
             assert (found[v] == 5).all()
 
     @pytest.mark.parametrize("batch", [0, 1, 2, 257])
-    def test_any_batch_size_at_any_number_of_threads(self, backend: str, compiled: Compile, batch: int) -> None:
-        spec, batch = InteractionSpec(27, 64), min(batch, 9) if backend.startswith("simt") else batch
+    def test_any_batch_size_at_any_number_of_threads(self, backend_name: str, compiled: Compile, batch: int) -> None:
+        spec, batch = InteractionSpec(27, 64), min(batch, 9) if emulates(backend_name) else batch
         vectors = torch.randn(batch, 27, 64, generator=torch.Generator().manual_seed(1))
         grad = torch.randn(batch, spec.width, generator=torch.Generator().manual_seed(2))
         kernel, threads, results = compiled(spec), torch.get_num_threads(), []
         try:
-            for count in (1,) if backend.startswith("simt") else (1, 2, 5):
+            for count in (1,) if emulates(backend_name) else (1, 2, 5):
                 torch.set_num_threads(count)
                 results.append(run(kernel, vectors, grad))
         finally:
             torch.set_num_threads(threads)
-        if backend != "reference":             # torch's products differ with its threads
+        if backend_name != "reference":             # torch's products differ with its threads
             assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
         assert results[0][0].shape == (batch, spec.width)
 

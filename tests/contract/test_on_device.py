@@ -63,7 +63,7 @@ def test_the_contract_runs_on_copies(emulator: object) -> None:
     for layout in ("shared", "transposed", "unaligned"):
         kernels.test_gradients_in_any_layout(moved, layout)
     for name in ("mixed", "weighted_padding"):
-        kernels.test_forward_into_one_buffer_leaves_other_columns_alone(moved, random_case(1, **CASES["mixed"]))
+        kernels.test_forward_into_one_buffer_leaves_other_columns_alone(moved, random_case(1, **CASES[name]))
         kernels.test_coalesced_and_expanded_gradients(moved, random_case(1, **CASES[name]))
         kernels.test_update(moved, random_case(1, **CASES[name]), RULES[3], "sort")
     Refusals().test_ids_out_of_range(moved, 11, 36)
