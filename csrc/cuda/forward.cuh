@@ -1,8 +1,9 @@
 // Table-batched bags: pooled[b, :] = sum of table[ids[k], :] over the lookups k of bag b, for every feature in one launch.
 //
-// Grid: blocks of bags, and behind them blocks of pieces of long bags, in x, features in y. A group of 1 to 32 lanes owns a bag, as many lanes as a row has loads, so that narrow rows
-// pack up to 32 bags into a warp. A lane owns columns, and keeps their sums in registers over the whole bag; it adds rows in id order
-// (the bits of torch), with kLoads loads under way. Bags longer than a chunk are pooled by pieces, which the kernels at the end put together.
+// Grid: blocks of bags, and behind them blocks of pieces of long bags, in x, features in y. A group of 1 to 32 lanes owns a bag, as many
+// lanes as a row has loads, so that narrow rows pack up to 32 bags into a warp. A lane owns columns, and keeps their sums in registers over
+// the whole bag; it adds rows in id order (the bits of torch), with kLoads loads under way. Bags longer than a chunk are pooled by pieces,
+// which the kernels at the end put together.
 #pragma once
 
 #include "bags.cuh"
@@ -256,10 +257,8 @@ struct Maxima {
     __device__ void store_positions(const Columns& columns, int32_t column, int32_t* to) const {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const int32_t at = column + v * (kWidth << columns.lanes_log2);
-            if (at >= columns.dim) continue;
-#pragma unroll
-            for (int i = 0; i < kWidth; ++i) to[at + i] = from[v][i];
+            const int32_t stripe = kWidth << columns.lanes_log2, at = column + v * stripe;
+            if (at < columns.dim) cuda::store_positions<kWidth>(to, at, stripe, columns.dim, columns.vector_loads, from[v]);
         }
     }
 };
@@ -400,10 +399,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2) long_maxima_kernel(const __gri
                     const int32_t at = column + v * stripe;
                     if (at >= columns.dim) continue;
                     const auto part = load_columns<kWidth>(feature.partials + slot * columns.dim, at, stripe, columns.dim, columns.vector_loads);
+                    int32_t positions[kWidth];
+                    load_positions<kWidth>(feature.counts + slot * columns.dim, at, stripe, columns.dim, columns.vector_loads, positions);
 #pragma unroll
                     for (int i = 0; i < kWidth; ++i) {
-                        const int32_t position = feature.counts[slot * columns.dim + at + i];
-                        if (position >= 0) maxima.take(v, i, part.v[i], position, begin != piece.begin);
+                        if (positions[i] >= 0) maxima.take(v, i, part.v[i], positions[i], begin != piece.begin);
                     }
                 }
             }

@@ -15,11 +15,13 @@ constexpr int kUpdateThreads = 256;    // a block, at most
 constexpr int kUpdateColumns = 8;
 constexpr int kUpdateLoads = 4;        // gradient vectors under way a lane
 
-/// Zero but for the columns whose maximum came from lookup k.
+/// Zero but for the columns whose maximum came from lookup k. `maxima`: the row of its bag.
 template <int kWidth>
-__device__ inline void keep_maxima(Values<kWidth>& grad, const int32_t* maxima, int32_t k) {
+__device__ inline void keep_maxima(Values<kWidth>& grad, const int32_t* maxima, int32_t k, int32_t at, int32_t stripe, int32_t dim) {
+    int32_t from[kWidth];
+    load_positions<kWidth>(maxima, at, stripe, dim, dim % 4 == 0, from);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) grad.v[i] = maxima[i] == k ? grad.v[i] : 0.0f;
+    for (int i = 0; i < kWidth; ++i) grad.v[i] = from[i] == k ? grad.v[i] : 0.0f;
 }
 
 /// What one lookup adds to its row, of the columns of one lane: grads * factor * scale.
@@ -43,7 +45,7 @@ __device__ inline void load_grad(const Source& source, int32_t k, int32_t bag, b
         grad.grads[v] = zeros<kWidth>();
         if (!is_there || at >= dim) continue;
         grad.grads[v] = load_columns<kWidth>(source.grad + bag * source.grad_stride, at, stripe, dim, source.vector_floats);
-        if (lookups.maxima) keep_maxima(grad.grads[v], lookups.maxima + int64_t{bag} * dim + at, k);
+        if (lookups.maxima) keep_maxima(grad.grads[v], lookups.maxima + int64_t{bag} * dim, k, at, stripe, dim);
     }
 }
 

@@ -213,6 +213,22 @@ __device__ inline void store_columns(float* row, int32_t at, int32_t stripe, int
     store_floats<kWidth>(row + at, values, in_fours);
 }
 
+/// Positions (int32) as the float32 of their bits, so that they take the same roads.
+template <int kWidth>
+__device__ inline void load_positions(const int32_t* row, int32_t at, int32_t stripe, int32_t dim, bool in_fours, int32_t (&positions)[kWidth]) {
+    const auto bits = load_columns<kWidth>(reinterpret_cast<const float*>(row), at, stripe, dim, in_fours);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) positions[i] = __float_as_int(bits.v[i]);
+}
+
+template <int kWidth>
+__device__ inline void store_positions(int32_t* row, int32_t at, int32_t stripe, int32_t dim, bool in_fours, const int32_t (&positions)[kWidth]) {
+    Values<kWidth> bits;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) bits.v[i] = __int_as_float(positions[i]);
+    store_columns<kWidth>(reinterpret_cast<float*>(row), at, stripe, dim, bits, in_fours);
+}
+
 template <int kValue>
 struct Constant {
     static constexpr int value = kValue;
