@@ -141,7 +141,7 @@ class Side:
         batch = self.case.batches[number]
         if self.output_grad is None:
             output = self.loss(self.model, batch)
-            output.backward(torch.tensor(scale))
+            output.backward(torch.tensor(scale, device=output.device))
         else:
             output = self.model(batch.table_offsets, batch.table_indices)
             output.backward(self.output_grad)

@@ -34,7 +34,7 @@ LEAST_CAPABILITY = (8, 0)
 NEEDED = ("sparselift.kernels._cuda", "sparselift.kernels._cpu", "sparselift.runtime._hot")
 TESTS = ("tests/contract", "tests/cuda/test_edge.py")
 DRY_TESTS = ("tests/contract/test_kernels.py", "-k", "registered_classes or first_and_the_last")
-WORKLOADS = ("W7", "W1", "exchange", "W2", "W4", "W5", "W3")       # what the bars are about comes first
+WORKLOADS = ("W7", "W1", "exchange", "interaction", "W6a", "W6b", "W2", "W4", "W5", "W3")       # what the bars are about comes first
 INSTALL_NVCC = ("install a CUDA toolkit, or make one, as docs/cuda.md says: pip install --no-deps --target toolkit "
                 "-r csrc/cuda/toolkit.txt, and CUDA_HOME=toolkit/nvidia/cu13")
 
@@ -224,8 +224,8 @@ def time_everything(report: Report, args: argparse.Namespace, deadline: Deadline
              if not optimizer or optimizer in args.optimizers]
     for done, (name, optimizer) in enumerate(parts):
         own = deadline.part(1 / (len(parts) - done))
-        rows = (gpu_timing.measure_exchange(machine, copy.gbps, args, own) if name == "exchange"
-                else gpu_timing.measure_workload(machine, name, optimizer, copy.gbps, args, own))
+        rows = (gpu_timing.measure_workload(machine, name, optimizer, copy.gbps, args, own) if name in SHAPES
+                else gpu_timing.measure_operations(machine, name, copy.gbps, args, own))
         report.part(f"{name} {optimizer}".rstrip(), lambda rows=rows: keep(report, args, rows))
         del rows                                               # and with it the tables of its sides
         machine.release()

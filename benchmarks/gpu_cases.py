@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import device_peers
@@ -83,6 +82,8 @@ SHAPES = {shape.name: shape for shape in (
     DeviceShape("W4", "few large tables, wide rows, long skewed bags", (10_000_000,) * 4, (50,) * 4, 128, 4096, 1.05, BOTH),
     DeviceShape("W5", "heavy duplication", (1_000_000,) * 8, (20,) * 8, 32, 16384, 1.2, BOTH),
     DeviceShape("W3", "many small tables, narrow rows", (100_000,) * 200, (5,) * 200, 16, 4096, None, BOTH),
+    DeviceShape("W6a", "as W1, in a full DLRM step", CRITEO_ROWS, (1,) * 26, 128, 65536, None, BOTH, dlrm=True),
+    DeviceShape("W6b", "as W2, in a full DLRM step", MLPERF_ROWS, MLPERF_DCNV2.pooling, 64, 8192, 1.05, BOTH, dlrm=True),
 )}
 
 
@@ -105,9 +106,12 @@ class DeviceCase(Case):
         self.device, rng = device, np.random.default_rng(seed)
         generator = torch.Generator(device).manual_seed(seed)
         self.batches = [self._batch(rng, generator) for _ in range(NUM_BATCHES)]
-        # Odd multiples of 1/128: sums of them are exact in any order.
-        odd = torch.randint(-8, 8, (shape.batch_size, shape.num_tables * shape.dim), generator=generator, device=device)
-        self.output_grad = (2 * odd + 1) / 128
+        self.output_grad = None if shape.dlrm else self._output_grad(generator)
+
+    def _output_grad(self, generator: torch.Generator) -> Tensor:
+        """Odd multiples of 1/128: sums of them are exact in any order."""
+        size = self.shape.batch_size, self.shape.num_tables * self.shape.dim
+        return (2 * torch.randint(-8, 8, size, generator=generator, device=self.device) + 1) / 128
 
     def _batch(self, rng: np.random.Generator, generator: torch.Generator) -> DeviceBatch:
         size, ids = self.shape.batch_size, []
@@ -122,6 +126,10 @@ class DeviceCase(Case):
         starts = [torch.arange(0, size * length, length, device=self.device) for length in self.shape.pooling]
         first_rows = np.cumsum([0, *self.shape.rows[:-1]]).tolist()
         return DeviceBatch(ids, starts, torch.cat(ids), offsets, torch.cat([table + first for table, first in zip(ids, first_rows)]))
+
+    def lookup_bytes(self) -> int:
+        """Of the lookups alone."""
+        return super().forward_bytes()
 
     def side(self, planned: bool = False) -> Side:
         """Torch's modules and optimizers. All sides of a case start from the same weights."""
@@ -162,6 +170,10 @@ class TorchTimed:
 
     def finish(self, given: Tensor) -> None:
         given.backward(self.trainer.output_grad)
+        self.apply()
+
+    def apply(self) -> None:
+        """What is left after backward."""
         for optimizer in self.trainer.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -189,15 +201,14 @@ class Kernels:
     name = "kernels"
 
     def __init__(self, case: DeviceCase, backend: CudaBackend) -> None:
-        self.case, self.trainer = case, self
-        self.weights = [bag.weight.detach() for bag in case.side().model.emb_l]
-        self.model = SimpleNamespace(emb_l=[SimpleNamespace(weight=weight) for weight in self.weights])
-        shape = case.shape
+        self.case, self.trainer, self.side = case, self, case.side()
+        self.model, shape = self.side.model, case.shape
+        self.weights = [bag.weight.detach() for bag in self.model.emb_l]
         self.program = backend.compile([TableSpec(f"t{t}", rows, shape.dim) for t, rows in enumerate(shape.rows)],
                                        [FeatureSpec(f"f{t}", t, column=t * shape.dim) for t in range(shape.num_tables)])
         self.states: list[State] = [None if case.optimizer == "sgd" else weight.new_zeros(len(weight)) for weight in self.weights]
         self.rules = [UpdateRule(case.optimizer, LR, EPS)] * shape.num_tables
-        self.out = torch.empty_like(case.output_grad)
+        self.out = torch.empty(shape.batch_size, shape.num_tables * shape.dim, device=case.device)
         self.prepared = [self._prepare(number) for number in range(len(case.batches))]
 
     def _prepare(self, number: int) -> IndexBatch:
@@ -211,12 +222,12 @@ class Kernels:
         """The lookups alone, of ids that are prepared."""
         self.program.forward(self.weights, self.prepared[number], self.out)
 
-    def begin(self, number: int) -> IndexBatch:
+    def begin(self, number: int) -> Any:
         batch = self._prepare(number)
         self.program.forward(self.weights, batch, self.out)
         return batch
 
-    def finish(self, given: IndexBatch) -> None:
+    def finish(self, given: Any) -> None:
         self.program.update(self.weights, self.states, self.rules, [Segment(given, self.case.output_grad)])
 
     def step(self, number: int, scale: float = 1.0) -> Tensor:

@@ -1,10 +1,10 @@
-"""The timed part of gpu.py: rows of every workload and of what surrounds an exchange, each checked first and cut where its time is over."""
+"""The timed part of gpu.py: rows of every workload and of single operations, each checked first and cut where its time is over."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from cases import check
 from deadline import Deadline, OutOfTime
-from gpu_cases import NUM_BATCHES, SHAPES, DeviceCase, DeviceShape, Phase, phases, timed_sides
-from gpu_exchange import operations
+from gpu_cases import NUM_BATCHES, SHAPES, DeviceCase, DeviceShape, Phase, Timed, phases, timed_sides
+from gpu_dlrm import DlrmCase, DlrmKernels, DlrmTorch, interactions
+from gpu_exchange import Operation, operations
 from gpu_machine import Counts, Machine
 from interleave import Row, Seconds, interleave, paired_row, single_row
 
@@ -21,7 +22,11 @@ MIN_REPS = 7                       # fewer make no 95% interval that leaves out 
 TRIED_REPS = 3                     # which also warm up
 FEWER_BYTES = (1, 2, 4)            # of free memory to use a part of, where an allocation failed
 UNCOUNTED = Counts(None, None)
-MULTI_HOT, ONE_HOT = "W7", "W1"    # whose ids, and whose pooled rows, an exchange would carry
+# By name, what is timed by itself: the shapes whose ids, pooled rows or vectors it takes, and what makes it.
+OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[list[DeviceShape], Machine, int], Iterator[tuple[DeviceShape, Operation]]]]] = {
+    "exchange": (("W7", "W1"), lambda shapes, machine, seed: operations(*shapes, machine.exchange, seed)),
+    "interaction": (("W6a", "W6b"), lambda shapes, machine, seed: interactions(shapes, machine.backend, seed)),
+}
 
 
 def copy_row(machine: Machine) -> Row:
@@ -53,8 +58,8 @@ def measure_workload(machine: Machine, name: str, optimizer: str, peak_gbps: flo
 
 def measure_case(machine: Machine, shape: DeviceShape, optimizer: str, peak_gbps: float, args: argparse.Namespace,
                  deadline: Deadline) -> Iterator[Row]:
-    case = DeviceCase(shape, optimizer, args.seed, machine.device)
-    ours, native, *peers = timed_sides(case, machine.backend, args.peers)
+    case = (DlrmCase if shape.dlrm else DeviceCase)(shape, optimizer, args.seed, machine.device)
+    ours, native, *peers = sides_of(case, machine, args)
     check(native.trainer, ours.trainer, *(peer.trainer for peer in peers))
     counts = machine.counts(lambda: ours.trainer.step(0))
     sides, config = [phases(side) for side in (ours, native, *peers)], described(shape)
@@ -67,18 +72,26 @@ def measure_case(machine: Machine, shape: DeviceShape, optimizer: str, peak_gbps
     alone, narrowed_bytes = Phase(lambda number: number, ours.look_up), case.batches[0].indices.nbytes // 2
     seconds = interleaved(machine, [alone], args, deadline)[:, 0]
     yield on(machine, single_row(seconds.tolist(), workload=f"{shape.name} lookups alone", side="kernels", config=config,
-                                 optimizer=optimizer, traffic_bytes=case.forward_bytes() - narrowed_bytes, peak_gbps=peak_gbps))
+                                 optimizer=optimizer, traffic_bytes=case.lookup_bytes() - narrowed_bytes, peak_gbps=peak_gbps))
 
 
-def measure_exchange(machine: Machine, peak_gbps: float, args: argparse.Namespace, deadline: Deadline) -> Iterator[Row]:
-    """Rows of dedup, pack and unpack. Raises CheckFailed or OutOfTime."""
-    shapes = [machine.fitting(SHAPES[name], 1) for name in (MULTI_HOT, ONE_HOT)]
-    for operation in operations(*shapes, machine.exchange, args.seed):
+def sides_of(case: DeviceCase, machine: Machine, args: argparse.Namespace) -> Iterator[Timed]:
+    """Ours, torch's, and, for lookups, the peers that are installed."""
+    if isinstance(case, DlrmCase):
+        return iter((DlrmKernels(case, machine.backend), DlrmTorch(case.side())))
+    return timed_sides(case, machine.backend, args.peers)
+
+
+def measure_operations(machine: Machine, name: str, peak_gbps: float, args: argparse.Namespace, deadline: Deadline) -> Iterator[Row]:
+    """Rows of one of OPERATIONS. Raises CheckFailed or OutOfTime."""
+    names, make = OPERATIONS[name]
+    shapes = [machine.fitting(SHAPES[shape], 1) for shape in names]
+    for shape, operation in make(shapes, machine, args.seed):
         counts = machine.counts(partial(operation.ours.run, 0))
         both = [operation.ours, *([operation.torch] if operation.torch else [])]
         times = interleaved(machine, both, args, deadline).T
         common = {"workload": operation.name, "side": "kernels", "optimizer": "", "traffic_bytes": operation.traffic_bytes,
-                  "peak_gbps": peak_gbps, "config": described(shapes[0 if operation.name.startswith("dedup") else 1])}
+                  "peak_gbps": peak_gbps, "config": described(shape)}
         yield on(machine, paired_row(times[1], times[0], **common) if operation.torch else single_row(times[0].tolist(), **common), counts)
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("gpu", "gpu_cases", "gpu_exchange", "gpu_machine", "gpu_timing", "device_peers", "deadline", "cases", "interleave", "peer_sides",
-         "cuda_binary")
+NAMES = ("gpu", "gpu_cases", "gpu_dlrm", "gpu_exchange", "gpu_machine", "gpu_timing", "device_peers", "deadline", "cases", "interleave",
+         "peer_sides", "cuda_binary")
 
 
 @pytest.fixture
@@ -58,16 +58,20 @@ def test_the_script_runs_dry(gpu: ModuleType, tmp_path: Path, monkeypatch: pytes
     import device_peers
     monkeypatch.setattr(device_peers, "FbgemmPeer", stand_in(torch.optim.SGD))
     out = tmp_path / "gpu.csv"
-    assert gpu.main(["--dry", "--workloads", "W2,exchange", "--optimizers", "sgd", "--peers", "fbgemm", "--reps", "7",
+    assert gpu.main(["--dry", "--workloads", "W2,exchange,interaction,W6b", "--optimizers", "sgd", "--peers", "fbgemm", "--reps", "7",
                      "--seconds", "1500", "--out", str(out)]) == 0
     rows = list(csv.DictReader(out.open()))
     steps = [(phase, baseline) for phase in ("forward", "backward and update", "step") for baseline in ("torch", "fbgemm")]
     assert [(row["workload"], row["baseline"]) for row in rows[:8]] == [
         ("copy", ""), *((f"W2 {phase}", baseline) for phase, baseline in steps), ("W2 lookups alone", "")]
-    assert [row["workload"] for row in rows[8:]] == ["dedup, uniform ids", "dedup, skewed ids", *(
-        f"{name}, {kind}" for kind in ("float32", "float16", "bfloat16", "int8") for name in ("pack", "unpack"))]
+    assert [row["workload"] for row in rows[8:]] == [
+        "dedup, uniform ids", "dedup, skewed ids", "bucketize",
+        *(f"{name}, {kind}" for kind in ("float32", "float16", "bfloat16", "int8") for name in ("pack", "unpack")),
+        "regroup", "regroup, backward",
+        *(f"{name} interaction{phase}" for name in ("W6a", "W6b") for phase in ("", ", backward")),
+        *(f"W6b {phase}" for phase in ("forward", "backward and update", "step", "lookups alone"))]
     counted = [row for row in rows if row["launches"]]
-    assert len(counted) == 2 + 10 and all(int(row["launches"]) > 0 and row["synchronizations"] == "0" for row in counted)
+    assert len(counted) == 2 + 13 + 4 + 1 and all(int(row["launches"]) > 0 and row["synchronizations"] == "0" for row in counted)
     assert {row["device"] for row in rows} == {"dry run: an emulator and made-up times"}
     shown = capfd.readouterr().out.splitlines()
     assert shown[-1] == "DRY RUN: no time or bandwidth above is a measurement"
@@ -368,6 +372,45 @@ def test_what_the_checks_of_an_exchange_see(gpu: ModuleType) -> None:
             check_packed(precision, sent, received, 8)
 
 
+def test_what_the_checks_of_operations_see(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the reference's kernels, right and with a slip."""
+    import gpu_dlrm
+    from cases import CheckFailed
+    from gpu_cases import SHAPES
+    from gpu_exchange import bucketize, regrouping
+
+    from sparselift.kernels import get_exchange
+    from sparselift.kernels.interaction import ReferenceInteraction
+    kernels = get_exchange("reference")
+    assert bucketize(SHAPES["W7"].tiny(), kernels, 0).name == "bucketize"
+    assert [operation.name for operation in regrouping(SHAPES["W1"].tiny(), kernels, 0)] == ["regroup", "regroup, backward"]
+    monkeypatch.setattr(gpu_dlrm, "CudaInteraction", lambda spec, backend: ReferenceInteraction(spec))
+    host, shapes = SimpleNamespace(device=torch.device("cpu")), [SHAPES[name].tiny() for name in ("W6a", "W6b")]
+    assert len(list(gpu_dlrm.interactions(shapes, host, 0))) == 4
+
+    class Slips(type(kernels)):
+        def _bucketize(self, ids: Any, offsets: Any, owners: Any, found: Any) -> None:
+            super()._bucketize(ids, offsets, owners, found)
+            found.lengths[0, 0] += 1
+
+        def _regroup(self, spec: Any, backward: bool, *given: Any) -> None:
+            super()._regroup(spec, backward, *given)
+            given[-1][0][0, 0] += backward
+
+    class Slip(ReferenceInteraction):
+        def backward(self, vectors: Any, grad: Any, vector_grads: Any) -> None:
+            super().backward(vectors, grad, vector_grads)
+            vector_grads[0][0, 0] += 1
+
+    with pytest.raises(CheckFailed, match="lengths are not those of a stable sort by owner"):
+        bucketize(SHAPES["W7"].tiny(), Slips(), 0)
+    with pytest.raises(CheckFailed, match="3 features of 8 columns, regrouped or brought back"):
+        list(regrouping(SHAPES["W1"].tiny(), Slips(), 0))
+    monkeypatch.setattr(gpu_dlrm, "CudaInteraction", lambda spec, backend: Slip(spec))
+    with pytest.raises(CheckFailed, match="gradients of the interaction are off by"):
+        list(gpu_dlrm.interactions(shapes, host, 0))
+
+
 def test_tox_runs_the_script_where_there_is_a_gpu_and_nowhere_else(gpu: ModuleType) -> None:
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
@@ -381,5 +424,5 @@ def test_tox_runs_the_script_where_there_is_a_gpu_and_nowhere_else(gpu: ModuleTy
 
 def test_unknown_workloads_are_a_usage_error(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        gpu.main(["--workloads", "W6a"])
-    assert "there is no workload W6a; there are W7, W1, exchange" in capsys.readouterr().err
+        gpu.main(["--workloads", "W8"])
+    assert "there is no workload W8; there are W7, W1, exchange" in capsys.readouterr().err
