@@ -16,6 +16,7 @@ extern "C" {
 
 typedef int32_t sl_status;
 
+/* SL_NO_MEMORY, and SL_INTERNAL for any other exception inside, are no fault of the caller. */
 enum { SL_OK = 0, SL_BAD_ID, SL_BAD_OFFSET, SL_BAD_ARGUMENT, SL_NO_MEMORY, SL_UNSUPPORTED, SL_DEVICE_ERROR, SL_INTERNAL };
 enum { SL_FLOAT32 = 0, SL_FLOAT16, SL_BFLOAT16, SL_NUM_DTYPES };      /* of a table's weights */
 enum { SL_SUM = 0, SL_MEAN, SL_NONE, SL_MAX };

@@ -59,7 +59,7 @@ typedef struct {
     void* stream;
     void* status;              /* device, SL_CUDA_STATUS_BYTES, cleared once before the first call */
     sl_cuda_fault* fault;      /* of sl_cuda_fault_create */
-    void* workspace;           /* device, 256-byte aligned */
+    void* workspace;           /* device, 16-byte aligned */
     int64_t workspace_bytes;
 } sl_cuda_context;
 
@@ -92,7 +92,7 @@ sl_status sl_cuda_program_create(const sl_cuda_table* tables, int64_t num_tables
                                  const sl_cuda_shape* shape, sl_cuda_program** program);
 void sl_cuda_program_destroy(sl_cuda_program* program);
 
-/* Validates, narrows and copies the ids of F inputs into `memory`, 256-byte aligned, which belongs to the batch from then on. Faults
+/* Validates, narrows and copies the ids of F inputs into `memory`, 16-byte aligned, which belongs to the batch from then on. Faults
  * are found by the device: ids that are no row are skipped, and bags with wrong boundaries are empty. */
 int64_t sl_cuda_batch_bytes(const sl_cuda_program* program, const sl_index_input* inputs);
 sl_status sl_cuda_prepare(const sl_cuda_program* program, const sl_index_input* inputs, void* memory, const sl_cuda_context* context,

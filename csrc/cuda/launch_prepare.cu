@@ -87,6 +87,7 @@ extern "C" int64_t sl_cuda_batch_bytes(const sl_cuda_program* program, const sl_
 extern "C" sl_status sl_cuda_prepare(const sl_cuda_program* program, const sl_index_input* inputs, void* memory, const sl_cuda_context* context,
                                      sl_cuda_batch** batch) {
     return guarded([&]() -> sl_status {
+        SL_TRY(check_alignment("the memory of a batch", memory));
         const size_t num_features = program->features.size();
         auto prepared = std::make_unique<sl_cuda_batch>();
         prepared->program = program;

@@ -90,8 +90,13 @@ sl_status put(void* to, const void* from, int64_t bytes, cudaStream_t stream, Ze
     return SL_OK;
 }
 
+sl_status check_alignment(const char* what, const void* memory) {
+    if (is_aligned(memory)) return SL_OK;
+    return fail(SL_BAD_ARGUMENT, "%s must begin at a multiple of %d bytes; its address is %p", what, kAlignment, memory);
+}
+
 sl_status check_workspace(const sl_cuda_context& context, int64_t needed) {
-    if (context.workspace_bytes >= needed) return SL_OK;
+    if (context.workspace_bytes >= needed) return check_alignment("a workspace", context.workspace);
     return fail(SL_BAD_ARGUMENT, "a workspace of %lld bytes is needed; got %lld", static_cast<long long>(needed),
                 static_cast<long long>(context.workspace_bytes));
 }

@@ -49,7 +49,9 @@ inline cudaStream_t stream_of(const sl_cuda_context& context) { return static_ca
 
 inline int64_t element_bytes(int32_t dtype) { return dtype == SL_FLOAT32 ? 4 : 2; }
 
-inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+constexpr int kAlignment = 16;     // of the widest loads
+
+inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
 
 /// Whether rows of `dim` float32, `stride` apart, can be read in aligned vectors of four.
 inline bool are_in_fours(const float* data, int64_t stride, int64_t dim) { return is_aligned(data) && stride % 4 == 0 && dim % 4 == 0; }
@@ -98,7 +100,10 @@ class Parcel {
     std::vector<char> bytes_;
 };
 
-/// SL_OK, or SL_BAD_ARGUMENT where the workspace of a context is smaller than `needed`.
+/// SL_OK, or SL_BAD_ARGUMENT where memory that kernels lay out is not aligned.
+sl_status check_alignment(const char* what, const void* memory);
+
+/// Likewise, or where the workspace of a context is smaller than `needed`.
 sl_status check_workspace(const sl_cuda_context& context, int64_t needed);
 
 /// Runs `step` and leaves the function with its status if that is not SL_OK.

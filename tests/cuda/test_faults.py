@@ -127,3 +127,11 @@ def test_a_workspace_that_is_too_small_is_refused(simt: Simt) -> None:
         device.raw.update([TABLE.data_ptr()], [(0, 0)], SGD, [(batch, [(grad.data_ptr(), 4)], None)], grad.data_ptr(), 16, 0)
 
 
+def test_memory_that_is_not_aligned_is_refused(simt: Simt) -> None:
+    """Kernels read 16 bytes of it at a time."""
+    device = Device(simt)
+    batch, space = device.prepare(GOOD, torch.tensor([0, 3])), torch.empty(1 << 16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"a workspace must begin at a multiple of 16 bytes; its address is 0x[0-9a-f]+4"):
+        device.raw.update([TABLE.data_ptr()], [(0, 0)], SGD, [(batch, [(TABLE.data_ptr(), 4)], None)], space.data_ptr() + 4, 1 << 15, 0)
+    with pytest.raises(ValueError, match="the memory of a batch must begin at a multiple of 16 bytes"):
+        device.raw.prepare([(GOOD.data_ptr(), 6, 1, True, 0, 0, 0, False, 3, 0, 0)], space.data_ptr() + 8, 0)

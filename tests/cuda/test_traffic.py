@@ -91,6 +91,17 @@ def test_update_of_maxima(simt: Simt, name: str) -> None:
         check_efficiency(traffic)
 
 
+@pytest.mark.parametrize(("name", "dim", "efficiency"), [("float32", 36, 144 / 160), ("float32", 100, 400 / 416), ("float16", 40, 80 / 96),
+                                                         ("bfloat16", 72, 144 / 160)])
+def test_rows_that_begin_inside_sectors(simt: Simt, name: str, dim: int, efficiency: float) -> None:
+    """What there is to reach then: see docs/kernels.md. No neighbours are read together here, which would share sectors."""
+    table, ids = torch.randn(LOOKUPS, dim).to(getattr(torch, name)), torch.arange(LOOKUPS) * 37 % LOOKUPS
+    program = simt.backend().compile([TableSpec("t", LOOKUPS, dim, name)], [FeatureSpec("f", 0)])
+    traffic = simt.traffic(lambda: program.look_up([table], [ids], [make_bags(dim)[1]]))
+    assert traffic.load_bytes == LOOKUPS * dim * table.element_size()
+    assert traffic.load_efficiency == pytest.approx(efficiency, rel=0.01)
+
+
 def test_interaction(simt: Simt) -> None:
     """Vectors and their gradients; the products, a column a lane, are no vector accesses."""
     spec = InteractionSpec(27, 64)
