@@ -93,7 +93,7 @@ def test_an_exchange_is_on_the_stream_and_in_the_pool_of_its_backend(library: Li
     """Results, status and workspaces; ids, matrices and outputs are arrays of others."""
     exchange = pickle.loads(pickle.dumps(CudaExchange(library.pooled(pool))))
     ids, row, out = (library.array(values) for values in (np.array([4, 1, 4]), np.ones((1, 4), np.float32), np.zeros((1, 4), np.float32)))
-    layout, allocations = PackedLayout((PackedPart(1, 4),)), library.allocations or []
+    layout, allocations = PackedLayout((PackedPart(1, 4),)), [] if library.allocations is None else library.allocations
     if exchange.device.type == "cuda":
         torch.cuda.synchronize()                               # what made the arrays is done
     before = len(allocations)
