@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparselift.kernels.base import FeatureSpec, TableSpec
+from sparselift.kernels.base import FeatureSpec, Segment, TableSpec, UpdateRule
 from sparselift.kernels.cuda import CudaProgram
 from tests.simt.module import Simt
 
@@ -125,6 +125,14 @@ def test_a_workspace_that_is_too_small_is_refused(simt: Simt) -> None:
     batch, grad = device.prepare(GOOD, torch.tensor([0, 3])), torch.ones(2, 4)
     with pytest.raises(ValueError, match=r"a workspace of \d+ bytes is needed; got 16"):
         device.raw.update([TABLE.data_ptr()], [(0, 0)], SGD, [(batch, [(grad.data_ptr(), 4)], None)], grad.data_ptr(), 16, 0)
+
+
+def test_more_lookups_than_positions_are_refused(emulator: Simt) -> None:
+    """The same backward again and again: nothing is launched."""
+    program = emulator.backend().compile([TableSpec("t", 11, 4)], [FeatureSpec("f", 0)])
+    segments = [Segment(program.prepare([GOOD.repeat(1 << 14)], [6 << 14]), torch.ones(1, 4))] * 22_000
+    with pytest.raises(ValueError, match=r"more than 2\*\*31 - 1 lookups in one update"):
+        program.update([TABLE.clone()], [None], [UpdateRule("sgd", 1.0)], segments)
 
 
 def test_memory_that_is_not_aligned_is_refused(simt: Simt) -> None:

@@ -164,6 +164,17 @@ class TestTensors:
 
 
 @needs_extension
+def test_more_lookups_than_positions_are_refused(backend: KernelBackend) -> None:
+    """The same backward again and again: no row is touched."""
+    program = backend.compile([TableSpec("t", 3, 4)], [FeatureSpec("f", 0)])
+    table = torch.ones(3, 4)
+    segments = [Segment(program.prepare([torch.zeros(1 << 17, dtype=torch.int64)], [1 << 17]), torch.ones(1, 4))] * (1 << 14)
+    with pytest.raises(ValueError, match=r"more than 2\*\*31 - 2 lookups of one table in one update"):
+        program.update([table], [None], [UpdateRule("sgd", 1.0)], segments)
+    assert (table == 1).all()
+
+
+@needs_extension
 class TestMemory:
     def test_a_program_grows_no_further(self, backend):
         program = backend.compile([TableSpec("t", 5000, 16, knobs=TableKnobs(dedup=True))], [FeatureSpec("f", 0)])
