@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, OptimizerInfo, Structure, Table
+from sparselift.kernels.base import KernelBackend
 from sparselift.lift.dense_modules import find_dense_modules
 from sparselift.lift.linears import find_linears
 from sparselift.lift.modules import check_model, is_embedding, unliftable
@@ -98,7 +99,7 @@ def _several(optimizer: object) -> tuple[object, ...]:
 class Applied:
     """A schedule compiled for a model. Attaching and detaching cost microseconds, so that a tuner can switch between several."""
 
-    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str = "cpu",
+    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str | KernelBackend = "cpu",
                  huge_pages: HugePageSet | None = None) -> None:
         self.structure, self.schedule = structure, schedule
         self.runtime = None if schedule.path == "native" else Runtime(structure, schedule, model, backend)

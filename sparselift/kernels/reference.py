@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, State, TableSpec, UpdateRule
+from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, KernelShape, Segment, State, TableSpec, UpdateRule
 from .checks import (
     INDEX_DTYPES,
     check_bag_length,
@@ -182,7 +182,7 @@ class ReferenceBackend(KernelBackend):
 
     name = "reference"
 
-    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> ReferenceProgram:
+    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], shape: KernelShape | None = None) -> ReferenceProgram:
         check_specs(tables, features)
         return ReferenceProgram(tables, features)
 

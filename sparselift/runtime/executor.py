@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
+from sparselift.kernels.base import KernelBackend
 from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.compiled import CompiledModules
 from sparselift.runtime.groups import LookupGroup, Prepared
@@ -38,7 +39,7 @@ ODD_WEIGHT = "its weight is not a contiguous nn.Parameter of the recorded table,
 class Runtime:
     """What `apply` attaches to a model. Refers to the model's modules, never to its optimizers."""
 
-    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str) -> None:
+    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str | KernelBackend) -> None:
         self.structure, self.schedule, self.backend = structure, schedule, backend
         self.knobs: Mapping[str, TableSchedule] = schedule.tables or {}
         self.tables = {table.name: table for table in structure.tables}
