@@ -24,8 +24,9 @@ CATALOG: tuple[Rewrite, ...] = (FuseUpdate(), Dedup(), Prefetch(), Partition(), 
 
 def catalog_table() -> str:
     """The catalog as a Markdown table, one line a rewrite."""
-    lines = ["| rewrite | what it does | scope | knobs | equivalence |", "|---|---|---|---|---|"]
+    lines = ["| rewrite | what it does | scope | tables on | knobs | equivalence |", "|---|---|---|---|---|---|"]
     for rewrite in CATALOG:
         knobs = "; ".join(f"`{knob.name}`: " + ", ".join(f"`{choice}`" for choice in knob.choices) for knob in rewrite.knobs)
-        lines.append(f"| `{rewrite.name}` | {rewrite.summary} | {rewrite.scope} | {knobs} | {rewrite.equivalence_note} |")
+        lines.append(f"| `{rewrite.name}` | {rewrite.summary} | {rewrite.scope} | {', '.join(rewrite.devices)} | {knobs} | "
+                     f"{rewrite.equivalence_note} |")
     return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sparselift.ir import Graph, Node, Structure, Table
+from sparselift.kernels import cuda
 from sparselift.kernels.base import COALESCE_METHODS
 from sparselift.rewrites.base import (
     Knob,
@@ -46,7 +47,7 @@ class FuseUpdate(Rewrite):
              requires=(("update", ("fused",)),)),
     )
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         if knobs["update"] == "native":
             return None
         for table in tables_at(structure, site):
@@ -58,7 +59,10 @@ class FuseUpdate(Rewrite):
                 continue
             if table.optimizer.fused_rule is None:
                 return f"table {table.name}: {table.optimizer.reason or f'no fused update for {table.optimizer.kind}'}"
-            if knobs["coalesce"] == "dense" and 4 * table.rows * table.dim > MAX_DENSE_BYTES:
+            if structure.device == "cuda":
+                if reason := _cuda_obstacle(table, str(knobs["coalesce"])):
+                    return reason
+            elif knobs["coalesce"] == "dense" and 4 * table.rows * table.dim > MAX_DENSE_BYTES:
                 return (f"table {table.name}: coalesce='dense' would keep sums of {4 * table.rows * table.dim:,} bytes; "
                         f"above {MAX_DENSE_BYTES:,} they leave the cache")
             if knobs["coalesce"] == "none" and table.optimizer.fused_rule != "sgd":
@@ -81,6 +85,8 @@ class FuseUpdate(Rewrite):
         if not all(table.optimizer and table.optimizer.fused_rule for table in tables):
             # torch coalesces with a comparison sort; our kernel does not.
             return {"update": "coalesced", "coalesce": "chain"}
+        if graph.structure.device == "cuda":
+            return {"update": "fused", "coalesce": "chain"}             # whichever suits an update
         # torch's SGD takes a sparse gradient lookup by lookup, a dense one summed. So do we, which is the faster and the exact way.
         in_turn = all(table.optimizer and table.optimizer.fused_rule == "sgd" and table.sparse for table in tables)
         return {"update": "fused", "coalesce": "none" if in_turn else "sort"}
@@ -152,6 +158,16 @@ class FuseUpdate(Rewrite):
             write += links + rows
             live += bag_gradient_bytes(graph, name) + _workspace_bytes(table, k, coalesce)
         return node.changed(self.name, read_bytes=round(read), write_bytes=round(write), live_bytes=round(live), launches=1, time_s=None)
+
+
+def _cuda_obstacle(table: Table, coalesce: str) -> str | None:
+    """Why the CUDA kernels do not coalesce a table's gradients so, or None."""
+    if coalesce == "none":
+        return f"table {table.name}: coalesce='none' needs lookups in turn, and on CUDA those of one row run at the same time"
+    if coalesce == "dense" and not cuda.takes_dense(table.rows, table.dim):
+        return (f"table {table.name}: coalesce='dense' takes up to {cuda.MOST_DENSE_ROWS:,} rows of {cuda.MOST_DENSE_COLUMNS:,} columns on "
+                f"CUDA; got {table.rows:,} of {table.dim}")
+    return None
 
 
 def _workspace_bytes(table: Table, lookups_per_batch: float, coalesce: str) -> float:

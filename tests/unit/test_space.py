@@ -27,7 +27,7 @@ from sparselift.space import (
     size_classes,
 )
 from sparselift.space.classes import MAX_CLASSES
-from tests.unit.example_graphs import ADAGRAD, MOMENTUM, SGD, batch_sketch, feature, graph, small_graph, table
+from tests.unit.example_graphs import ADAGRAD, MOMENTUM, SGD, batch_sketch, feature, graph, on_cuda, small_graph, table
 
 BIG = "d16-sum-to2M-few-dup"
 
@@ -419,6 +419,20 @@ def test_rejections_say_what_was_left_out() -> None:
     assert all(each.constraint for each in by_rewrite["dedup"]) and len(by_rewrite["dedup"]) == 3
     assert any(not each.constraint and "Adagrad" in str(each) for each in by_rewrite["fuse_update"])
     assert [each.site for each in by_rewrite["huge_pages"]] == ["d16-sum-to4k-few-dup", "d16-sum-to4k-some-dup"]
+
+
+def test_a_space_has_the_knobs_of_its_device() -> None:
+    hints = {"linear", "compile", "dedup", "prefetch", "partition", "stores", "huge_pages"}
+    there, here = ({dimension.name.partition("@")[0] for dimension in SearchSpace(g).dimensions}
+                   for g in (on_cuda(small_graph()), small_graph()))
+    assert "update" in there and not there & hints and here & hints
+
+
+def test_sums_of_bags_on_cuda_are_not_bitwise() -> None:
+    blocked = SearchSpace(on_cuda(small_graph()), Constraints(equivalence="bitwise")).blocked
+    assert "on CUDA a bag of more ids than a chunk has is summed in pieces" in blocked[0]
+    rows = on_cuda(graph([table("w", 10)], [feature("f", "w", "none")]))
+    assert not SearchSpace(rows, Constraints(equivalence="bitwise")).blocked
 
 
 def test_duplicates_split_classes() -> None:
