@@ -80,7 +80,7 @@ class Runtime:
         """A group over these features and the tables that they read."""
         names = dict.fromkeys(feature.table for feature in features)
         return LookupGroup(features, [self.tables[name] for name in names], concat, {n: self.knobs[n] for n in names},
-                           self.owners, self.backend, interaction)
+                           self.owners, self.backend, interaction, self.schedule.shape)
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root forward's pre-hook. Raises LiftRefused inside a DistributedDataParallel, which waits for gradients in backward."""

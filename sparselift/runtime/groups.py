@@ -24,6 +24,7 @@ from sparselift.kernels.base import (
     FeatureSpec,
     IndexBatch,
     KernelBackend,
+    KernelShape,
     Segment,
     TableKnobs,
     TableSpec,
@@ -45,14 +46,14 @@ class LookupGroup:
 
     def __init__(self, features: Sequence[Feature], tables: Sequence[Table], concat: Concat | None,
                  knobs: dict[str, TableSchedule], owners: Mapping[str, nn.Module], backend: str | KernelBackend,
-                 interaction: Interaction | None = None) -> None:
-        """`owners`: the modules that hold the tables of the whole model. `interaction`: of the concat."""
+                 interaction: Interaction | None = None, shape: KernelShape | None = None) -> None:
+        """`owners`: the modules that hold the tables of the whole model. `interaction`: of the concat. `shape`: of the kernels."""
         self.features = tuple(features)
         self.tables = tuple(tables)
         self.concat = concat
         self.knobs = dict(knobs)
         self.owners = owners
-        self.backend = backend
+        self.backend, self.shape = backend, shape
         names = [table.name for table in tables]
         self.place = {name: position for position, name in enumerate(names)}
         self.table_of = tuple(self.place[feature.table] for feature in features)
@@ -99,7 +100,7 @@ class LookupGroup:
         if self._program is None:
             kernels = get_backend(self.backend)
             self.memory = kernels.outputs()                # no output is taken before there is a program
-            self._program = kernels.compile(self._table_specs(), self._feature_specs())
+            self._program = kernels.compile(self._table_specs(), self._feature_specs(), self.shape)
         return self._program
 
     @property
@@ -122,7 +123,7 @@ class LookupGroup:
         for table in self.tables:
             k = self.knobs[table.name]
             specs.append(TableSpec(table.name, table.rows, table.dim, table.dtype,
-                                   TableKnobs(k.coalesce, k.prefetch, k.partition, k.dedup, k.stores)))
+                                   TableKnobs(k.coalesce, k.prefetch, k.partition, k.dedup, k.stores, k.vector_bytes, k.bags_per_group)))
         return specs
 
     def _feature_specs(self) -> list[FeatureSpec]:

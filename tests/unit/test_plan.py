@@ -177,6 +177,8 @@ ILLEGAL: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["structure"].update(uses=["magic"]), r"structure.uses may hold .*; got \['magic'\]"),
     (lambda d: d["structure"].update(device="tpu"), r"structure.device must be one of \['cpu', 'cuda'\]; got 'tpu'"),
     (lambda d: d["structure"].update(device="cuda"), f"class {BIG}: prefetch=64 is illegal: prefetch is for tables on cpu, and these are"),
+    (lambda d: d["config"]["policy"].update(block_threads=64), "block_threads=64, .* is illegal: kernel_shape is for tables on cuda"),
+    (lambda d: d["config"]["policy"].update(block_threads=256), r"block_threads must be one of \['auto', 64, 128, 512\]; got 256"),
     (lambda d: d["structure"].update(world_size=0), "structure.world_size must be at least 1; got 0"),
     (lambda d: d["sketches"]["big"]["unique_curve"][-1].__setitem__(1, 0), "sketches.big: .*'unique_curve' .*at least 1"),
     (lambda d: d["sketches"]["big"].update(bags=-1), "sketches.big: .*'bags' must hold counts; got -1"),
@@ -397,11 +399,15 @@ def test_show_says_what_was_chosen_and_how_fast_it_is() -> None:
 
 def test_a_page_has_the_knobs_of_its_device() -> None:
     here, there = str(default_plan(small_graph())), str(default_plan(on_cuda(small_graph())))
-    assert "prefetch=64" in here and "linear=" in here
-    assert "2,000,300 rows, 122.1 MiB on cuda; batch 64" in there
+    assert "prefetch=64" in here and "linear=" in here and "vector_bytes" not in here and "block_threads" not in here
+    for part in ("block_threads=auto  loads_in_flight=auto  chunk_lookups=auto", "vector_bytes=auto  bags_per_group=auto",
+                 "2,000,300 rows, 122.1 MiB on cuda; batch 64"):
+        assert part in there, there
     assert "prefetch" not in there and "linear" not in there
+    assert "kernel_shape: for tables on cuda\n" in explain(default_plan(small_graph()))
     text = explain(default_plan(on_cuda(small_graph())))
-    for part in ("prefetch: for tables on cpu", "not coalesce='none': table big.weight: coalesce='none' needs lookups in turn"):
+    for part in ("prefetch: for tables on cpu", "not block_threads=64 or 128 or 512: by rule of thumb",
+                 "not bags_per_group=1 or 2 or 4 or 8:", "not coalesce='none': table big.weight: coalesce='none' needs lookups in turn"):
         assert part in text, text
 
 

@@ -93,7 +93,8 @@ def test_what_does_nothing_on_a_device_is_refused_there(rewrite: Rewrite, device
         assert refused == (device not in rewrite.devices)
 
 
-def test_hints_to_a_cpu_are_for_tables_there() -> None:
+def test_shapes_of_kernels_are_cuda_s_and_hints_to_a_cpu_the_cpu_s() -> None:
+    assert {rewrite.name for rewrite in CATALOG if rewrite.devices == ("cuda",)} == {"bag_shape", "kernel_shape"}
     assert {rewrite.name for rewrite in CATALOG if rewrite.devices == ("cpu",)} == {
         "dedup", "prefetch", "partition", "stores", "huge_pages", "linear_library", "compile_dense"}
 
@@ -112,7 +113,28 @@ def test_weakest_and_same() -> None:
     assert same(0, 0) and not same(0, False) and not same(1, True) and not same(1, 1.0)
 
 
-# tables on CUDA
+# bag_shape and kernel_shape
+
+
+def test_a_shape_without_effect_is_refused() -> None:
+    narrow = on_cuda(graph([table("w", 10, 3)], [feature("f", "w")]))
+    maxima = on_cuda(graph([table("w", 10)], [feature("f", "w", "max")]))
+    weighted = on_cuda(graph([table("w", 10)], [feature("f", "w", weighted=True)]))
+    assert "rows of 12 bytes are read an element at a time anyway" in (legal("bag_shape", narrow, vector_bytes=4, bags_per_group=1) or "")
+    assert legal("bag_shape", narrow, vector_bytes="auto", bags_per_group=1) is None
+    assert "one bag at a time" in (legal("bag_shape", maxima, vector_bytes=4, bags_per_group=2) or "")
+    assert legal("bag_shape", maxima, vector_bytes=4, bags_per_group="auto") is None
+    for g in (maxima, weighted):
+        setting = {"block_threads": 64, "loads_in_flight": 8, "chunk_lookups": 64}
+        assert "no lookup sums without weights" in (legal("kernel_shape", g, **setting) or "")
+        assert legal("kernel_shape", g, **{**setting, "loads_in_flight": "auto"}) is None
+
+
+def test_sums_in_other_chunks_are_reassociated() -> None:
+    g = on_cuda(small_graph())
+    setting: dict[str, Value] = {"block_threads": 64, "loads_in_flight": 8, "chunk_lookups": "auto"}
+    assert by_name("kernel_shape").equivalence(g.structure, whole(g), setting) == "bitwise"
+    assert by_name("kernel_shape").equivalence(g.structure, whole(g), {**setting, "chunk_lookups": 64}) == "reassociated"
 
 
 def test_on_cuda_lookups_of_a_row_have_no_order() -> None:
