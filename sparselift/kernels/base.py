@@ -114,6 +114,10 @@ def state_shapes(kind: str, rows: int, dim: int) -> tuple[tuple[int, ...], ...]:
     return {"sgd": (), "adagrad": ((rows, dim),), "rowwise_adagrad": ((rows,),), "adam": ((rows, dim), (rows, dim))}[kind]
 
 
+class DeviceFault(Exception):
+    """Of an IndexError or ValueError for a batch that a device found wrong: the one at hand, or one before it."""
+
+
 class IndexBatch(ABC):
     """The validated ids and per-sample weights of one batch of a program, owned by us: later writes to the caller's
     tensors do not show. A batch stays valid as long as it is referenced.

@@ -34,6 +34,7 @@ from .base import (
     UPDATE_RULES,
     WEIGHT_DTYPES,
     BagProgram,
+    DeviceFault,
     FeatureSpec,
     IndexBatch,
     KernelBackend,
@@ -94,6 +95,14 @@ def is_runnable() -> bool:
     except KernelError:
         return False
     return torch.cuda.is_available()
+
+
+class DeviceIndexError(DeviceFault, IndexError):
+    """An id that is no row."""
+
+
+class DeviceValueError(DeviceFault, ValueError):
+    """A wrong bag boundary."""
 
 
 class CudaBatch(IndexBatch):
@@ -191,7 +200,7 @@ class CudaProgram(BagProgram):
             yield
 
     def _raise_fault(self) -> None:
-        """Raises IndexError or ValueError for a fault that the device has told of."""
+        """Raises DeviceIndexError or DeviceValueError for a fault that the device has told of."""
         fault = self.raw.fault()
         if fault is None:
             return
@@ -199,8 +208,8 @@ class CudaProgram(BagProgram):
         is_id, feature, position, value, previous, count = fault
         spec = self.features[feature]
         if is_id:
-            raise id_error(spec, self.tables[spec.table], position, value)
-        raise offset_error(spec, position, value, previous, count)
+            raise DeviceIndexError(str(id_error(spec, self.tables[spec.table], position, value)))
+        raise DeviceValueError(str(offset_error(spec, position, value, previous, count)))
 
     def read(self, what: str, batch: CudaBatch, feature: int, shape: tuple[int, ...]) -> Tensor:
         """The "indices", "offsets" or "maxima" of a feature, an int64 copy."""

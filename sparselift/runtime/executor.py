@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
-from sparselift.kernels.base import KernelBackend
+from sparselift.kernels.base import DeviceFault, KernelBackend
 from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.compiled import CompiledModules
 from sparselift.runtime.groups import LookupGroup, Prepared
@@ -148,6 +148,8 @@ class Prelude:
                 self.runtime.aside(group.name, "the prelude leaves ids of inference mode to the modules: nothing counts writes to them")
                 return
             outputs = group.run(weights, grads, indices, offsets, sample_weights)
+        except DeviceFault:
+            raise                # perhaps of a batch before this one, which no module would ask about again
         except (LookupError, AttributeError, TypeError, ValueError) as reason:
             # The forward was called in another way than the recorded one, or its ids are wrong: the modules, which see
             # what they are really given, decide and raise.

@@ -148,3 +148,22 @@ def test_ids_that_are_no_rows_raise_and_change_nothing(host: Simt) -> None:
     with pytest.raises(IndexError, match=r"feature 'emb_l\.1': id 7 at position 2 is out of range for table 'emb_l\.1\.weight' of 7 rows"):
         train(work, (dense, offsets, ids))
     assert all(torch.equal(value, before[name]) for name, value in work.model.state_dict().items())
+
+
+def test_what_the_device_tells_of_an_earlier_batch_raises_in_the_next_step(host: Simt) -> None:
+    """A device finds a bad id after the call that gave it the ids; the next forward hears of it, whose own arguments are right."""
+    work = workload("sgd")
+    graph = on_cuda(lift(work))
+    applied = Applied(graph.structure, schedule_of(graph), work.model, host.backend())
+    applied.attach(work.model, work.optimizers)
+    assert applied.runtime is not None
+    program = applied.runtime.preludes[0].group.program
+    ids, starts, memory = torch.tensor([3, 7000]), torch.tensor([0]), torch.empty(1 << 16, dtype=torch.uint8)
+    given = (ids.data_ptr(), 2, 1, True, starts.data_ptr(), 1, 1, True, 0, 0, 0)
+    program.raw.prepare([given] * len(ROWS), memory.data_ptr(), 0)                # below what looks for faults
+    before = copy.deepcopy(work.model.state_dict())
+    with pytest.raises(IndexError, match="id 7000 at position 1 is out of range"):
+        train(work, batch(0))
+    assert all(torch.equal(value, before[name]) for name, value in work.model.state_dict().items())
+    train(work, batch(0))
+    assert "stepped aside" not in applied.explain()
