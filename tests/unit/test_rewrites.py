@@ -146,6 +146,20 @@ def test_on_cuda_lookups_of_a_row_have_no_order() -> None:
     assert by_name("fuse_update").prefer(g, whole(g)) == {"update": "fused", "coalesce": "chain"}
 
 
+def test_on_cuda_memory_grows_with_lookups_and_not_with_rows() -> None:
+    g = on_cuda(small_graph())
+    grads = 3 * 64 * 4 * 16
+    assert by_name("fuse_update").memory_bytes(g, whole(g), CHAIN) == grads + 3 * 256 * (2 * 12 + 8)
+    assert by_name("fuse_update").memory_bytes(g, whole(g), DENSE) == grads
+    # An update reads ids, entries (once made, once sorted by each of 1, 1 and 3 digits) and origins, gradients, and distinct rows.
+    update = by_name("fuse_update").transform(g, whole(g), CHAIN)
+    rows = {"bags.0.weight": 100, "bags.1.weight": 200, "big.weight": 256}
+    for name, digits in (("bags.0.weight", 1), ("bags.1.weight", 1), ("big.weight", 3)):
+        moved = node(update, f"update:{name}").resources
+        assert moved.read_bytes == 4 * 256 + 256 * (12 * (1 + digits) + 8) + 4 * 256 * 16 + rows[name] * 4 * 16
+        assert moved.write_bytes == 256 * (12 * (1 + digits) + 8) + rows[name] * 4 * 16
+
+
 # group_tables and fuse_concat
 
 
