@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sparselift.errors import LiftRefused
-from sparselift.ir import Feature, OptimizerInfo, Structure, Table
+from sparselift.ir import DEVICES, Feature, OptimizerInfo, Structure, Table
+from sparselift.kernels.base import KernelBackend
 from sparselift.lift.dense_modules import find_dense_modules
 from sparselift.lift.linears import find_linears
 from sparselift.lift.modules import check_model, is_embedding, unliftable
@@ -98,7 +99,7 @@ def _several(optimizer: object) -> tuple[object, ...]:
 class Applied:
     """A schedule compiled for a model. Attaching and detaching cost microseconds, so that a tuner can switch between several."""
 
-    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str = "cpu",
+    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str | KernelBackend = "cpu",
                  huge_pages: HugePageSet | None = None) -> None:
         self.structure, self.schedule = structure, schedule
         self.runtime = None if schedule.path == "native" else Runtime(structure, schedule, model, backend)
@@ -206,10 +207,12 @@ def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequenc
         if table.name in parameters:
             weight, is_sparse = parameters[table.name], sparse.get(table.name, table.sparse)
             tables.append(_current_table(table, weight, is_sparse, optimizer_info(is_sparse, held.get(weight, ()))))
+    devices = {parameters[table.name].device.type for table in tables}
     linears, _ = find_linears(model)
     dense_modules, _ = find_dense_modules(model)
     return replace(recorded, tables=tuple(tables), features=tuple(features), optimizers=tuple(type(o).__name__ for o in optimizers),
-                   linears=linears, dense_modules=dense_modules)
+                   linears=linears, dense_modules=dense_modules,
+                   device=next(iter(devices)) if len(devices) == 1 and devices.issubset(DEVICES) else recorded.device)
 
 
 def _current_feature(feature: Feature, modules: dict[str, nn.Module]) -> Feature | None:

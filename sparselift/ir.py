@@ -17,6 +17,7 @@ from sparselift.stats import Sketch
 POOLINGS = ("sum", "mean", "max", "none")
 FORMS = ("offsets", "matrix", "ids")
 INDEX_DTYPES = ("int64", "int32")
+DEVICES = ("cpu", "cuda")          # kinds that a plan may be for
 TABLE_DTYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}       # bytes of an element
 
 
@@ -155,6 +156,7 @@ class Structure:
     interactions: tuple[Interaction, ...] = ()
     linears: tuple[Linear, ...] = ()
     dense_modules: tuple[DenseModule, ...] = ()
+    device: str = "cpu"            # the kind, one of DEVICES, of the one that all tables are on
 
     def table(self, name: str) -> Table:
         """Raises KeyError with the known names."""
@@ -186,6 +188,7 @@ class Structure:
             interactions=tuple(Interaction(**each) for each in document["interactions"]),
             linears=tuple(Linear(**each) for each in document["linears"]),
             dense_modules=tuple(DenseModule(**each) for each in document["dense_modules"]),
+            device=document["device"],
         )
 
 

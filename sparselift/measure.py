@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from sparselift.apply import Applied
 from sparselift.ir import Structure
+from sparselift.kernels.base import KernelBackend
 from sparselift.memory import HugePageSet
 from sparselift.plan import Interval
 from sparselift.schedule import build_schedule
@@ -231,7 +232,7 @@ class Stage:
     Steps train: use it inside `preserve`. Leave it to have the model native again.
     """
 
-    def __init__(self, work: Workload, structure: Structure, backend: str = "cpu") -> None:
+    def __init__(self, work: Workload, structure: Structure, backend: str | KernelBackend = "cpu") -> None:
         self._work, self._structure, self._backend = work, structure, backend
         self._applied: Applied | None = None
         self._freezes = False

@@ -15,6 +15,7 @@ from torch import Tensor
 from .errors import KernelError
 
 HUGE_PAGE_BYTES = 2 << 20
+IDLE_BYTES = 256 << 20             # of buffers that nobody uses, that a ring keeps
 SMAPS = Path("/proc/self/smaps")
 
 
@@ -42,7 +43,7 @@ class OutputRing:
     KernelError   the extension is not built
     """
 
-    def __init__(self, max_idle_bytes: int = 256 << 20) -> None:
+    def __init__(self, max_idle_bytes: int = IDLE_BYTES) -> None:
         self._max_idle_bytes = max_idle_bytes
         self._ring = extension().Ring(max_idle_bytes)
 

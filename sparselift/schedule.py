@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sparselift.ir import Structure, Table
+from sparselift.kernels.base import AUTO_SHAPE, KernelShape
 from sparselift.rewrites.base import SizeClass, Value
 from sparselift.rewrites.group_tables import lookup_groups
 from sparselift.rewrites.huge_pages import wants_huge_pages
+from sparselift.rewrites.kernel_shape import AUTO
 from sparselift.space import Config, config_problems
 
 
@@ -24,6 +26,8 @@ class TableSchedule:
     dedup: bool
     huge_pages: bool
     stores: str                    # "cached" or "streamed"
+    vector_bytes: int = 0          # these two as in kernels.base.KernelShape
+    bags_per_group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Schedule:
     tables: dict[str, TableSchedule] | None = None
     linear: str = "native"         # or another choice of rewrites.linear: what runs the dense part's linear layers
     compile: str = "eager"         # or "inductor": what runs the modules without lookups
+    shape: KernelShape = AUTO_SHAPE  # of all calls; tables have their own bags_per_group and vector_bytes
 
     @property
     def changes_dense(self) -> bool:
@@ -79,12 +84,18 @@ def build_schedule(structure: Structure, config: Config) -> Schedule:
     groups = lookup_groups(structure, classes, str(config.policy["group_by"]), bool(config.policy["concat"]))
     products = {each.concat: each.name for each in structure.interactions} if config.policy["interaction"] else {}
     return Schedule("planned", tuple(GroupSchedule(*group, products.get(str(group.concat))) for group in groups), tables,
-                    str(config.policy["linear"]), str(config.policy["compile"]))
+                    str(config.policy["linear"]), str(config.policy["compile"]),
+                    KernelShape(**{name: _number(config.policy[name]) for name in ("block_threads", "loads_in_flight", "chunk_lookups")}))
 
 
 def _table_schedule(table: Table, knobs: Mapping[str, Value]) -> TableSchedule:
     return TableSchedule(
         update=str(knobs["update"]), coalesce=str(knobs["coalesce"]), prefetch=int(knobs["prefetch"]), partition=str(knobs["partition"]),
         dedup=bool(knobs["dedup"]), huge_pages=knobs["huge_pages"] == "madvise" and wants_huge_pages(table),
-        stores=str(knobs["stores"]),
+        stores=str(knobs["stores"]), vector_bytes=_number(knobs["vector_bytes"]), bags_per_group=_number(knobs["bags_per_group"]),
     )
+
+
+def _number(choice: Value) -> int:
+    """Of a kernel shape; 0 leaves it to the heuristic."""
+    return 0 if choice == AUTO else int(choice)

@@ -24,12 +24,15 @@ typedef struct sl_cuda_program sl_cuda_program;
 typedef struct sl_cuda_batch sl_cuda_batch;
 
 /* coalesce: SL_COALESCE_SORT, SL_COALESCE_DENSE (no sort; up to the rows and columns above), or SL_COALESCE_CHAIN: dense where every table
- * of an update is small, so that it needs no sort at all. The bits are the same. */
+ * of an update is small, so that it needs no sort at all. The bits are the same. The last two are as in sl_cuda_shape, for this table alone;
+ * 0: what the program's shape says. */
 typedef struct {
     int64_t rows;
     int64_t dim;
     int32_t dtype;
     int32_t coalesce;
+    int32_t vector_bytes;
+    int32_t bags_per_group;
 } sl_cuda_table;
 
 /* How kernels are laid out on the device. 0: what sl_cuda_default_shape says. Two choices change the order of sums: chunk_lookups in bags

@@ -11,8 +11,8 @@ namespace {
 /// Bags with one id each are pooled several at a time, so that their loads overlap; other bags overlap the loads of their own rows.
 constexpr int kOneIdBagsPerGroup = 4;
 
-int32_t bags_per_group(const sl_cuda_shape& shape, const Lookups& lookups) {
-    if (shape.bags_per_group > 0) return shape.bags_per_group;
+int32_t bags_per_group(const sl_cuda_table& table, const Lookups& lookups) {
+    if (table.bags_per_group > 0) return table.bags_per_group;
     return !lookups.offsets && lookups.length == 1 ? kOneIdBagsPerGroup : 1;
 }
 
@@ -45,7 +45,7 @@ ForwardPlan plan_forward(const sl_cuda_program& program, const sl_cuda_batch& ba
             if (kind_of(table.dtype, lookups.pooling) != kind || lookups.num_bags <= 0) continue;
             ForwardFeature feature{};
             feature.lookups = lookups;
-            feature.bags_per_group = lookups.pooling == SL_MAX ? 1 : bags_per_group(program.shape, lookups);
+            feature.bags_per_group = lookups.pooling == SL_MAX ? 1 : bags_per_group(table, lookups);
             const int64_t cells = cells_of(lookups, program.shape.chunk_lookups);
             if (cells > 0) {
                 feature.partials = layout.take<float>(2 * cells * table.dim);
@@ -141,7 +141,7 @@ extern "C" sl_status sl_cuda_forward(const sl_cuda_program* program, const sl_cu
             feature.table = tables[t].data;
             feature.out = out.data;
             feature.out_stride = out.row_stride;
-            const bool in_vectors = program->shape.vector_bytes == 16 && are_in_vectors(tables[t].data, table.dim, table.dtype);
+            const bool in_vectors = table.vector_bytes == 16 && are_in_vectors(tables[t].data, table.dim, table.dtype);
             feature.columns = columns_of(table.dim, table.dtype, in_vectors, are_in_fours(out.data, out.row_stride, table.dim),
                                          most_columns(program->shape, table.dtype, feature.lookups.pooling));
         }
@@ -157,7 +157,7 @@ extern "C" sl_status sl_cuda_weight_grad(const sl_cuda_program* program, const v
         WeightGradArgs args{};
         args.lookups = batch->lookups[static_cast<size_t>(feature)];
         if (args.lookups.count == 0) return SL_OK;
-        const bool in_vectors = program->shape.vector_bytes == 16 && are_in_vectors(table, spec.dim, spec.dtype);
+        const bool in_vectors = spec.vector_bytes == 16 && are_in_vectors(table, spec.dim, spec.dtype);
         args.columns = columns_of(spec.dim, spec.dtype, in_vectors, are_in_fours(grad.data, grad.row_stride, spec.dim), kDotColumns);
         args.table = table;
         args.grad = grad.data;

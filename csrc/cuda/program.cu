@@ -28,6 +28,10 @@ sl_status check_shape(const sl_cuda_shape& shape) {
 }
 
 sl_status check_table(const sl_cuda_table& table, int64_t number) {
+    if (table.vector_bytes != 16 && table.vector_bytes != 4)
+        return fail(SL_BAD_ARGUMENT, "table %lld: vector_bytes must be 4 or 16; got %d", static_cast<long long>(number), table.vector_bytes);
+    if (table.bags_per_group < 0)
+        return fail(SL_BAD_ARGUMENT, "table %lld: bags_per_group must be at least 1; got %d", static_cast<long long>(number), table.bags_per_group);
     if (table.coalesce == SL_COALESCE_NONE)
         return fail(SL_BAD_ARGUMENT, "table %lld: lookups of one row run at the same time, so its gradients are summed", static_cast<long long>(number));
     if (table.coalesce == SL_COALESCE_DENSE && (table.rows > SL_CUDA_MOST_DENSE_ROWS || table.dim > SL_CUDA_MOST_DENSE_COLUMNS))
@@ -153,7 +157,12 @@ extern "C" sl_status sl_cuda_program_create(const sl_cuda_table* tables, int64_t
         created->features.assign(features, features + num_features);
         created->shape = complete(shape);
         SL_TRY(check_shape(created->shape));
-        for (int64_t t = 0; t < num_tables; ++t) SL_TRY(check_table(tables[t], t));
+        for (size_t t = 0; t < created->tables.size(); ++t) {
+            sl_cuda_table& table = created->tables[t];
+            if (!table.vector_bytes) table.vector_bytes = created->shape.vector_bytes;
+            if (!table.bags_per_group) table.bags_per_group = created->shape.bags_per_group;
+            SL_TRY(check_table(table, static_cast<int64_t>(t)));
+        }
         *program = created.release();
         return SL_OK;
     });

@@ -74,13 +74,13 @@ bool may_be_dense(const sl_cuda_table& table) {
     return table.coalesce != SL_COALESCE_SORT && table.rows <= SL_CUDA_MOST_DENSE_ROWS && table.dim <= SL_CUDA_MOST_DENSE_COLUMNS;
 }
 
-TableUpdate describe(const sl_cuda_program& program, const sl_cuda_table& table, const sl_cuda_weights& weights, const sl_rule& rule) {
+TableUpdate describe(const sl_cuda_table& table, const sl_cuda_weights& weights, const sl_rule& rule) {
     TableUpdate update{};
     update.rule = rule;
     update.variant = table.dtype + (rule.stochastic ? SL_NUM_DTYPES : 0);
     update.weights = const_cast<void*>(weights.data);
     update.state = weights.state;
-    const bool in_vectors = program.shape.vector_bytes == 16 && are_in_vectors(weights.data, table.dim, table.dtype);
+    const bool in_vectors = table.vector_bytes == 16 && are_in_vectors(weights.data, table.dim, table.dtype);
     const bool in_fours = are_in_fours(weights.state.first, table.dim, table.dim) && are_in_fours(weights.state.second, table.dim, table.dim);
     update.columns = columns_of(table.dim, table.dtype, in_vectors, in_fours, kUpdateColumns);
     return update;
@@ -91,7 +91,7 @@ TableUpdate describe(const sl_cuda_program& program, const sl_cuda_table& table,
 sl_status plan_update(const sl_cuda_program& program, const sl_cuda_weights* tables, const sl_rule* rules, const sl_cuda_segment* segments,
                       int64_t num_segments, UpdatePlan& plan) {
     const size_t num_tables = program.tables.size();
-    for (size_t t = 0; t < num_tables; ++t) plan.tables.push_back(describe(program, program.tables[t], tables[t], rules[t]));
+    for (size_t t = 0; t < num_tables; ++t) plan.tables.push_back(describe(program.tables[t], tables[t], rules[t]));
     std::vector<std::vector<Source>> of_tables(num_tables);
     int64_t compared = 0;
     bool may_all = true;

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from sparselift.errors import KernelError
+from sparselift.kernels import get_backend
+from sparselift.kernels.base import KernelBackend
 from sparselift.kernels.interaction import InteractionSpec, apart, compile_interaction, interact, interact_backward, stacked
-from sparselift.memory import OutputRing
 from sparselift.ops import nobody_watches
 
 IDLE_BYTES = 64 << 20              # that one shape of interaction keeps in buffers that came back
@@ -86,12 +87,12 @@ class Interactor:
     Raises KernelError for a backend that is not built.
     """
 
-    def __init__(self, spec: InteractionSpec, backend: str = "cpu") -> None:
+    def __init__(self, spec: InteractionSpec, backend: str | KernelBackend = "cpu") -> None:
         self.spec, self.backend = spec, backend
         self.kernel = compile_interaction(spec, backend)
-        self.ring = OutputRing(IDLE_BYTES)
+        self.outputs = get_backend(backend).outputs(IDLE_BYTES)
 
-    def __reduce__(self) -> tuple[type[Interactor], tuple[InteractionSpec, str]]:
+    def __reduce__(self) -> tuple[type[Interactor], tuple[InteractionSpec, str | KernelBackend]]:
         return Interactor, (self.spec, self.backend)
 
     def __call__(self, *vectors: Tensor) -> Tensor:
@@ -101,14 +102,14 @@ class Interactor:
 
     def run(self, vectors: Sequence[Tensor]) -> Tensor:
         """The values alone."""
-        out = self.ring.take((len(vectors[0]), self.spec.width))
+        out = self.outputs.take((len(vectors[0]), self.spec.width))
         self.kernel.forward(vectors, out)
         return out
 
     def differentiate(self, vectors: Sequence[Tensor], grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the wanted vectors."""
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        found = [self.ring.take(tuple(vector.shape)) if want else None for vector, want in zip(vectors, wanted)]
+        found = [self.outputs.take(tuple(vector.shape)) if want else None for vector, want in zip(vectors, wanted)]
         self.kernel.backward(vectors, grad, found)
         return found
 

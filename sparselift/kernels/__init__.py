@@ -11,15 +11,17 @@ __all__ = ["BACKENDS", "available_backends", "get_backend", "get_exchange"]
 BACKENDS = ("reference", "cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda")
 
 
-def get_backend(name: str = "cpu") -> KernelBackend:
+def get_backend(name: str | KernelBackend = "cpu") -> KernelBackend:
     """The backend called `name`: "reference", "cpu" (the best instruction set that runs here), "cpu-portable", "cpu-avx2",
-    "cpu-avx512", or "cuda" (torch's current device).
+    "cpu-avx512", or "cuda" (torch's current device). A backend itself is given back.
 
     Raises
     ------
     ValueError    a name that is none of these
     KernelError   the backend is not built, or its instruction set, driver or device is missing here; says which
     """
+    if isinstance(name, KernelBackend):
+        return name
     if name == "reference":
         from .reference import ReferenceBackend
         return ReferenceBackend()

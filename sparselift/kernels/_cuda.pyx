@@ -8,7 +8,7 @@ from libc.stdlib cimport free
 
 from sparselift.kernels._cpu cimport sl_feature, sl_index_input, sl_matrix, sl_rule, sl_status
 from sparselift.kernels._cuda_abi cimport (
-    SL_BAD_ID, SL_CUDA_MOST_DENSE_COLUMNS, SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_STATUS_BYTES, SL_OK, SL_RULE_ABSENT, sl_cuda_batch,
+    SL_BAD_ID, SL_CUDA_STATUS_BYTES, SL_OK, SL_RULE_ABSENT, sl_cuda_batch,
     sl_cuda_batch_bytes, sl_cuda_batch_destroy, sl_cuda_batch_indices, sl_cuda_batch_maxima, sl_cuda_batch_num_bags,
     sl_cuda_batch_num_lookups, sl_cuda_batch_offsets, sl_cuda_bucketize, sl_cuda_bucketize_workspace_bytes, sl_cuda_buffer_fault,
     sl_cuda_check_device, sl_cuda_clear_fault, sl_cuda_coalesced_grad, sl_cuda_context, sl_cuda_count_lookups, sl_cuda_dedup,
@@ -24,7 +24,6 @@ from sparselift.kernels._interaction cimport sl_interaction, sl_pair_run
 from sparselift.kernels._status cimport allocate, check, checked_size
 
 STATUS_BYTES = SL_CUDA_STATUS_BYTES
-MOST_DENSE_ROWS, MOST_DENSE_COLUMNS = SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_MOST_DENSE_COLUMNS
 
 
 def device_type() -> int:
@@ -62,8 +61,8 @@ cdef class Program:
 
     Parameters
     ----------
-    tables     (rows, dim, dtype, coalesce) a table; dtype 0 float32, 1 float16, 2 bfloat16; coalesce 0 what suits the update, 2 sort,
-               3 dense
+    tables     (rows, dim, dtype, coalesce, vector_bytes, bags_per_group) a table; dtype 0 float32, 1 float16, 2 bfloat16; coalesce 0 what
+               suits the update, 2 sort, 3 dense; the last two 0: as `shape` says
     features   (table, pooling, weighted, include_last_offset, padding_idx or -1) a feature; pooling 0 sum, 1 mean, 2 none, 3 max
     shape      fields of sl_cuda_shape that differ from the default
     status     device memory of STATUS_BYTES
@@ -99,7 +98,8 @@ cdef class Program:
         feature_specs = <sl_feature*>allocate(self.num_features, sizeof(sl_feature))
         try:
             for i in range(self.num_tables):
-                table_specs[i].rows, table_specs[i].dim, table_specs[i].dtype, table_specs[i].coalesce = tables[i]
+                (table_specs[i].rows, table_specs[i].dim, table_specs[i].dtype, table_specs[i].coalesce, table_specs[i].vector_bytes,
+                 table_specs[i].bags_per_group) = tables[i]
             for i in range(self.num_features):
                 (feature_specs[i].table, feature_specs[i].pooling, feature_specs[i].weighted, feature_specs[i].include_last_offset,
                  feature_specs[i].padding_idx) = features[i]

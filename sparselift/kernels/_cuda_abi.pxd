@@ -11,7 +11,6 @@ cdef extern from "api/sparselift_cuda.h" nogil:
     enum: SL_OK, SL_BAD_ID, SL_BAD_ARGUMENT, SL_NO_MEMORY
     enum: SL_RULE_ABSENT
     enum: SL_CUDA_STATUS_BYTES
-    enum: SL_CUDA_MOST_DENSE_ROWS, SL_CUDA_MOST_DENSE_COLUMNS
 
     ctypedef struct sl_cuda_program
     ctypedef struct sl_cuda_batch
@@ -21,6 +20,8 @@ cdef extern from "api/sparselift_cuda.h" nogil:
         int64_t dim
         int32_t dtype
         int32_t coalesce
+        int32_t vector_bytes
+        int32_t bags_per_group
 
     ctypedef struct sl_cuda_shape:
         int32_t vector_bytes

@@ -12,10 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor, float32
 
 from sparselift.dtypes import torch_dtype
+from sparselift.memory import IDLE_BYTES, OutputRing
 
 POOLINGS = ("sum", "mean", "none", "max")
 COALESCE_METHODS = ("chain", "none", "sort", "dense")
@@ -40,6 +42,25 @@ class TableKnobs:
     partition: str = "bag"         # forward work split among threads by "bag" or by "table"
     dedup: bool = False            # forward: gather each distinct row once, then pool from the gathered copy
     stores: str = "auto"           # forward: outputs of whole, aligned cache lines go past the caches ("streamed") or not ("cached")
+    vector_bytes: int = 0          # on CUDA, these two in place of the program's shape
+    bags_per_group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """How kernels are laid out on a CUDA device. 0: as the heuristic `default_shape` says, which is in csrc/cuda/program.cu with its
+    reasons. Where no bag and no row has more lookups than a chunk, no choice changes a result, but for `vector_bytes` in the mean square of
+    row-wise Adagrad.
+    """
+
+    vector_bytes: int = 0          # of one load of a row: 16 where rows and pointers are aligned, or 4: an element at a time
+    block_threads: int = 0         # 64, 128, 256 or 512
+    bags_per_group: int = 0        # bags that a group of lanes pools one after the other
+    loads_in_flight: int = 0       # of one lane: 4 or 8
+    chunk_lookups: int = 0         # multiple of 32: longer bags, and rows used more often, are summed in chunks of so many
+
+
+AUTO_SHAPE = KernelShape()         # everything is left to the heuristic
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +112,10 @@ class UpdateRule:
 def state_shapes(kind: str, rows: int, dim: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of the tensors that a rule keeps of a table."""
     return {"sgd": (), "adagrad": ((rows, dim),), "rowwise_adagrad": ((rows,),), "adam": ((rows, dim), (rows, dim))}[kind]
+
+
+class DeviceFault(Exception):
+    """Of an IndexError or ValueError for a batch that a device found wrong: the one at hand, or one before it."""
 
 
 class IndexBatch(ABC):
@@ -236,6 +261,13 @@ class BagProgram(ABC):
         return ids[None], rows
 
 
+class OutputMemory(Protocol):
+    """Buffers for what kernels write, of the memory that they write to."""
+
+    def take(self, shape: tuple[int, ...]) -> Tensor:
+        """A contiguous float32 tensor whose contents are undefined."""
+
+
 class KernelBackend(ABC):
     """A family of kernels for one kind of device."""
 
@@ -243,8 +275,14 @@ class KernelBackend(ABC):
     coalesce_methods: tuple[str, ...] = COALESCE_METHODS   # that `compile` takes
 
     @abstractmethod
-    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> BagProgram:
-        """Raises ValueError for a spec that the backend does not implement, naming it."""
+    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], shape: KernelShape | None = None) -> BagProgram:
+        """`shape` lays kernels out on CUDA; on a CPU there is nothing that it could say. Raises ValueError for a spec, or a shape, that
+        the backend does not implement, naming it.
+        """
+
+    def outputs(self, max_idle_bytes: int = IDLE_BYTES) -> OutputMemory:
+        """Where a caller takes outputs of programs from. Keeps at most `max_idle_bytes` in buffers that nobody uses."""
+        return OutputRing(max_idle_bytes)
 
     def takes_dense(self, table: TableSpec) -> bool:
         """Whether `compile` takes coalesce="dense" for a table of this size, where it takes it at all."""

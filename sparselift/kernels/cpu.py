@@ -8,7 +8,7 @@ from types import ModuleType
 
 from sparselift.errors import KernelError
 
-from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, TableSpec
+from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, KernelShape, TableSpec
 
 ISAS = ("portable", "avx2", "avx512")      # by their numbers in csrc/api/sparselift_cpu.h
 ISA_VARIABLE = "SPARSELIFT_ISA"
@@ -55,7 +55,7 @@ class CpuBackend(KernelBackend):
         if self.isa not in runnable:
             raise KernelError(f"the instruction set must be one that runs here ({', '.join(runnable)}); got {self.isa!r}")
 
-    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> BagProgram:
+    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], shape: KernelShape | None = None) -> BagProgram:
         return self._extension.Program(tables, features, self.isa)
 
     def variant(self) -> str:

@@ -6,9 +6,9 @@ whose results have as many rows as the device says. Ids and boundaries are check
 of it, in the same call where kernels run at once and by the next step otherwise, or in `CudaProgram.synchronize`. From the fault on, and
 until it raised, updates change nothing.
 
-Of a table's knobs `coalesce` alone means anything here: the lookups of a row are found by a sort, or, in small tables ("dense"), by the row
-itself. "chain" is whichever suits the update: no sort where all its tables are small. The bits are the same. Many warps hide what
-prefetching would.
+Of a table's knobs `coalesce`, `vector_bytes` and `bags_per_group` alone mean anything here. The lookups of a row are found by a sort, or,
+in small tables ("dense"), by the row itself. "chain" is whichever suits the update: no sort where all its tables are small. The bits are
+the same. Many warps hide what prefetching would.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import dataclasses
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from threading import Lock, local
 from types import ModuleType
 from typing import Any
@@ -30,33 +29,27 @@ from sparselift.errors import KernelError
 
 from . import checks
 from .base import (
+    AUTO_SHAPE,
     COALESCE_METHODS,
     POOLINGS,
     UPDATE_RULES,
     WEIGHT_DTYPES,
     BagProgram,
+    DeviceFault,
     FeatureSpec,
     IndexBatch,
     KernelBackend,
+    KernelShape,
+    OutputMemory,
     Segment,
     State,
     TableSpec,
     UpdateRule,
 )
-from .device_memory import device_memory
+from .device_memory import DeviceOutputs, device_memory
 
 CUDA_MODULE = "sparselift.kernels._cuda"
-
-
-@dataclass(frozen=True, slots=True)
-class KernelShape:
-    """How kernels are laid out on the device. 0: the default of csrc/cuda/program.cu, with its reasons."""
-
-    vector_bytes: int = 0          # of one load of a row: 16 where rows and pointers are aligned, or 4: an element at a time
-    block_threads: int = 0         # 64, 128, 256 or 512
-    bags_per_group: int = 0        # bags that a group of lanes pools one after the other
-    loads_in_flight: int = 0       # of one lane: 4 or 8
-    chunk_lookups: int = 0         # multiple of 32: longer bags, and rows used more often, are summed in chunks of so many
+MOST_DENSE_ROWS, MOST_DENSE_COLUMNS = 2048, 2048       # of a table with coalesce="dense", as in csrc/api/sparselift_cuda.h
 
 
 def extension(module: str = CUDA_MODULE) -> ModuleType:
@@ -73,6 +66,11 @@ def extension(module: str = CUDA_MODULE) -> ModuleType:
     return found
 
 
+def takes_dense(rows: int, dim: int) -> bool:
+    """Whether coalesce="dense" takes a table of this size."""
+    return rows <= MOST_DENSE_ROWS and dim <= MOST_DENSE_COLUMNS
+
+
 def is_runnable() -> bool:
     """Whether the kernels are built, and a device is there for them and for torch."""
     try:
@@ -80,6 +78,14 @@ def is_runnable() -> bool:
     except KernelError:
         return False
     return torch.cuda.is_available()
+
+
+class DeviceIndexError(DeviceFault, IndexError):
+    """An id that is no row."""
+
+
+class DeviceValueError(DeviceFault, ValueError):
+    """A wrong bag boundary."""
 
 
 class CudaBatch(IndexBatch):
@@ -121,8 +127,8 @@ class CudaProgram(BagProgram):
         self._status = self.empty((backend.extension.STATUS_BYTES,), torch.uint8)
         with self._current_device():
             self.raw = backend.extension.Program(
-                [(table.rows, table.dim, WEIGHT_DTYPES.index(table.dtype), COALESCE_METHODS.index(table.knobs.coalesce))
-                 for table in tables],
+                [(table.rows, table.dim, WEIGHT_DTYPES.index(table.dtype), COALESCE_METHODS.index(table.knobs.coalesce),
+                  table.knobs.vector_bytes, table.knobs.bags_per_group) for table in tables],
                 [(f.table, POOLINGS.index(f.pooling), f.weighted, f.include_last_offset, -1 if f.padding_idx is None else f.padding_idx)
                  for f in features],
                 dataclasses.asdict(shape or backend.shape), self._status.data_ptr(), self.stream())
@@ -176,7 +182,7 @@ class CudaProgram(BagProgram):
             yield
 
     def _raise_fault(self) -> None:
-        """Raises IndexError or ValueError for a fault that the device has told of."""
+        """Raises DeviceIndexError or DeviceValueError for a fault that the device has told of."""
         fault = self.raw.fault()
         if fault is None:
             return
@@ -184,8 +190,8 @@ class CudaProgram(BagProgram):
         is_id, feature, position, value, previous, count = fault
         spec = self.features[feature]
         if is_id:
-            raise checks.id_error(spec, self.tables[spec.table], position, value)
-        raise checks.offset_error(spec, position, value, previous, count)
+            raise DeviceIndexError(str(checks.id_error(spec, self.tables[spec.table], position, value)))
+        raise DeviceValueError(str(checks.offset_error(spec, position, value, previous, count)))
 
     def read(self, what: str, batch: CudaBatch, feature: int, shape: tuple[int, ...]) -> Tensor:
         """The "indices", "offsets" or "maxima" of a feature, an int64 copy."""
@@ -331,7 +337,7 @@ class CudaBackend(KernelBackend):
     name = "cuda"
     coalesce_methods = ("chain", "sort", "dense")
 
-    def __init__(self, device: str | torch.device = "cuda", shape: KernelShape = KernelShape(), module: str = CUDA_MODULE,
+    def __init__(self, device: str | torch.device = "cuda", shape: KernelShape = AUTO_SHAPE, module: str = CUDA_MODULE,
                  memory: str = "torch") -> None:
         self.shape, self._module, self._pool = shape, module, memory
         self.extension = extension(module)
@@ -388,16 +394,20 @@ class CudaBackend(KernelBackend):
                 raise ValueError(f"{where}: coalesce must be one of {', '.join(self.coalesce_methods)} on CUDA, where lookups of one row "
                                  f"run at the same time; got {table.knobs.coalesce!r}")
             if table.knobs.coalesce == "dense" and not self.takes_dense(table):
-                raise ValueError(f"{where}: coalesce='dense' takes up to {self.extension.MOST_DENSE_ROWS} rows of "
-                                 f"{self.extension.MOST_DENSE_COLUMNS} columns on CUDA; got {table.rows} of {table.dim}")
+                raise ValueError(f"{where}: coalesce='dense' takes up to {MOST_DENSE_ROWS} rows of {MOST_DENSE_COLUMNS} columns on CUDA; "
+                                 f"got {table.rows} of {table.dim}")
         return CudaProgram(self, tables, features, shape)
+
+    def outputs(self, max_idle_bytes: int = 0) -> OutputMemory:
+        """From the backend's pool, which keeps what it likes of what is not used."""
+        return DeviceOutputs(self.memory, self.current_stream)
 
     def current_device(self) -> AbstractContextManager[Any]:
         """Launches inside go to the backend's device, whichever is current."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def takes_dense(self, table: TableSpec) -> bool:
-        return table.rows <= self.extension.MOST_DENSE_ROWS and table.dim <= self.extension.MOST_DENSE_COLUMNS
+        return takes_dense(table.rows, table.dim)
 
     def variant(self) -> str:
         """"cuda" and the choices of the shape that differ from the default."""

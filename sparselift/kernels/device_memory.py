@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,17 @@ class CupyMemory(DeviceMemory):
         cuda = self._cupy.cuda
         with cuda.Device(self.device.index), cuda.Stream.from_external(_Stream(stream)):
             yield
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOutputs:
+    """Outputs of kernels, from a pool. `stream` says which one they are for."""
+
+    memory: DeviceMemory
+    stream: Callable[[], int]
+
+    def take(self, shape: tuple[int, ...]) -> Tensor:
+        return self.memory.empty(shape, torch.float32, self.stream())
 
 
 @dataclass(frozen=True, slots=True)

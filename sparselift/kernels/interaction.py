@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sparselift.errors import KernelError
 
+from . import get_backend
+from .base import KernelBackend
 from .checks import check_kind
 from .cpu import CpuBackend
 from .cuda import CudaBackend
@@ -199,17 +201,17 @@ class CudaInteraction(InteractionKernel):
         return read
 
 
-def compile_interaction(spec: InteractionSpec, backend: str = "cpu") -> InteractionKernel:
-    """The kernel of a backend, by the names of `kernels.get_backend`. Raises as that does."""
-    if backend == "reference":
+def compile_interaction(spec: InteractionSpec, backend: str | KernelBackend = "cpu") -> InteractionKernel:
+    """The kernel of a backend, which `kernels.get_backend` gives. Raises as that does."""
+    kernels = get_backend(backend)
+    if isinstance(kernels, CudaBackend):
+        return CudaInteraction(spec, kernels)
+    if not isinstance(kernels, CpuBackend):
         return ReferenceInteraction(spec)
-    if backend == "cuda":
-        return CudaInteraction(spec, CudaBackend())
-    isa = CpuBackend(backend.partition("-")[2] or None).isa
     try:
         extension = import_module("sparselift.kernels._interaction")
     except ImportError as error:
         raise KernelError(f"the compiled extension sparselift.kernels._interaction is missing ({error}); "
                           "build it with: pip install -e . --no-build-isolation") from error
     InteractionKernel.register(extension.Interaction)
-    return extension.Interaction(spec, isa)
+    return extension.Interaction(spec, kernels.isa)

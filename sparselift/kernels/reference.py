@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, Segment, State, TableSpec, UpdateRule
+from .base import BagProgram, FeatureSpec, IndexBatch, KernelBackend, KernelShape, Segment, State, TableSpec, UpdateRule
 from .noise import chance, round_by_chance
 
 
@@ -165,7 +165,7 @@ class ReferenceBackend(KernelBackend):
 
     name = "reference"
 
-    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> ReferenceProgram:
+    def compile(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], shape: KernelShape | None = None) -> ReferenceProgram:
         checks.check_specs(tables, features)
         return ReferenceProgram(tables, features)
 

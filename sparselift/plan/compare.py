@@ -143,7 +143,7 @@ def _choices(a: Plan, b: Plan) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _structure_differences(saved: Structure, current: Structure) -> Iterator[Difference]:
-    for name in ("world_size", "optimizers"):
+    for name in ("world_size", "device", "optimizers"):
         if getattr(saved, name) != getattr(current, name):
             yield Difference(name, getattr(saved, name), getattr(current, name), "refuse")
     for kind in ("tables", "features", "concats", "interactions"):

@@ -12,7 +12,7 @@ from typing import Any
 from sparselift import canonical
 from sparselift.errors import PlanError
 from sparselift.hardware import hardware
-from sparselift.ir import FORMS, INDEX_DTYPES, POOLINGS, TABLE_DTYPES, Feature, Graph, InputPath, Interaction, Structure, Table
+from sparselift.ir import DEVICES, FORMS, INDEX_DTYPES, POOLINGS, TABLE_DTYPES, Feature, Graph, InputPath, Interaction, Structure, Table
 from sparselift.kernels.interaction import ORDERS
 from sparselift.lift import lift
 from sparselift.plan.evidence import Evidence, Interval
@@ -191,6 +191,8 @@ def _check_structure(structure: Structure) -> None:
         names = [each.name for each in getattr(structure, kind)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"structure.{kind} names {twice} twice")
+    if structure.device not in DEVICES:
+        raise ValueError(f"structure.device must be one of {list(DEVICES)}; got {structure.device!r}")
     if structure.world_size < 1:
         raise ValueError(f"structure.world_size must be at least 1; got {structure.world_size}")
     if unknown := sorted(set(structure.uses or ()) - USES):

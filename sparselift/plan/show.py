@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from sparselift.plan.evidence import Interval, TrialRecord
-from sparselift.rewrites import Rewrite, Site, Value, same
+from sparselift.rewrites import CATALOG, Rewrite, Site, Value, same
 from sparselift.space.config import POLICY, ClassConfig, rewrites_at
 from sparselift.space.constraints import Rejection, settings_at
 
@@ -25,9 +25,9 @@ def show(plan: Plan) -> str:
         lines.append("  edited by hand since it was saved")
     lines += _indented([*_made_for(plan), *_times(plan), *([("why", plan.evidence.note)] if plan.evidence.note else [])])
     if plan.config.path == "planned":
-        lines += ["", f"  policy  {_knobs(plan.config.policy)}"]
+        lines += ["", f"  policy  {_knobs(plan, plan.config.policy)}"]
         for each in plan.config.classes:
-            lines += [f"  {each.name}  ({_class_size(plan, each)})", f"    {_knobs(each.knobs)}"]
+            lines += [f"  {each.name}  ({_class_size(plan, each)})", f"    {_knobs(plan, each.knobs)}"]
     bound = _bound(plan)
     lines += ["", "  constraints that bound: " + ("; ".join(bound) if bound else "none")]
     return "\n".join(lines)
@@ -48,7 +48,10 @@ def explain(plan: Plan) -> str:
             lines += ["", f"{site.name}: " + _class_size(plan, next(c for c in plan.config.classes if c.name == site.name))]
             lines += wrap(", ".join(site.tables), _WIDTH, initial_indent="  tables: ", subsequent_indent="    ", break_on_hyphens=False)
         for rewrite in rewrites_at(site):
-            lines += [f"  {line}" for line in _explained(plan, site, rewrite)]
+            if plan.structure.device in rewrite.devices:
+                lines += [f"  {line}" for line in _explained(plan, site, rewrite)]
+            else:
+                lines.append(f"  {rewrite.name}: for tables on {' or '.join(rewrite.devices)}")
     return "\n".join(lines)
 
 
@@ -103,7 +106,8 @@ def _other_trials(plan: Plan) -> Iterator[str]:
 def _made_for(plan: Plan) -> Iterator[tuple[str, str]]:
     tables = plan.structure.tables
     rows, nbytes = sum(table.rows for table in tables), sum(table.nbytes for table in tables)
-    yield "made for", (f"{len(tables)} tables, {len(plan.structure.features)} lookups, {rows:,} rows, {_size(nbytes)}; "
+    device = "" if plan.structure.device == "cpu" else f" on {plan.structure.device}"
+    yield "made for", (f"{len(tables)} tables, {len(plan.structure.features)} lookups, {rows:,} rows, {_size(nbytes)}{device}; "
                        f"batch {plan.batch_size:,}; {' + '.join(plan.structure.optimizers)}")
     if plan.hardware:
         yield "machine", _scalars({name: plan.hardware[name] for name in _MACHINE if name in plan.hardware})
@@ -142,8 +146,10 @@ def _class_size(plan: Plan, each: ClassConfig) -> str:
     return f"{count}, {sum(table.rows for table in tables):,} rows, {_size(sum(table.nbytes for table in tables))}"
 
 
-def _knobs(knobs: Mapping[str, Value]) -> str:
-    return "  ".join(f"{name}={value}" for name, value in knobs.items())
+def _knobs(plan: Plan, knobs: Mapping[str, Value]) -> str:
+    """Those of rewrites for the device that the tables are on."""
+    here = {knob.name for rewrite in CATALOG if plan.structure.device in rewrite.devices for knob in rewrite.knobs}
+    return "  ".join(f"{name}={value}" for name, value in knobs.items() if name in here)
 
 
 def _scalars(mapping: Mapping[str, object]) -> str:

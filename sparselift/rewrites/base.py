@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
-from sparselift.ir import Feature, Graph, Node, Structure, Table
+from sparselift.ir import DEVICES, Feature, Graph, Node, Structure, Table
 from sparselift.stats import Sketch
 
 Value = str | int | bool
@@ -92,9 +92,16 @@ class Rewrite(ABC):
     scope: ClassVar[str]               # "policy": one setting for the step; "class": one a size class
     equivalence_note: ClassVar[str]    # which choice has which class, for people
     knobs: ClassVar[tuple[Knob, ...]]
+    devices: ClassVar[tuple[str, ...]] = DEVICES     # kinds on which it does anything
 
     def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         """Why these choices would be wrong or pointless at this site, or None. `Knob.requires` is checked elsewhere."""
+        if structure.device not in self.devices and self.applied(knobs):
+            return f"{self.name} is for tables on {' or '.join(self.devices)}, and these are on {structure.device}"
+        return self.obstacle(structure, site, knobs)
+
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+        """What `legal` says on a device that the rewrite is for."""
         return None
 
     def equivalence(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str:

@@ -24,10 +24,11 @@ class CompileDense(Rewrite):
     summary = "compile the modules without lookups with torch.compile, a graph each"
     scope = "policy"
     equivalence_note = "reassociated"
+    devices = ("cpu",)
     knobs = (Knob("compile", ("eager", "inductor"), "eager", "whose kernels run the modules without lookups in training",
                   requires=(("linear", ("native",)),)),)
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         if knobs["compile"] == "eager":
             return None
         if not structure.dense_modules:

@@ -20,7 +20,7 @@ class FuseConcat(Rewrite):
     knobs = (Knob("concat", (False, True), False, "whether grouped lookups write into the consumer's buffer",
                   requires=(("group_by", ("class", "all")),)),)
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         if knobs["concat"] is False or eligible_concats(structure):
             return None
         if not structure.concats:

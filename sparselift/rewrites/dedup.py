@@ -18,6 +18,7 @@ class Dedup(Rewrite):
     summary = "gather each distinct row of a batch once, then pool from the gathered copy"
     scope = "class"
     equivalence_note = "bitwise"
+    devices = ("cpu",)
     knobs = (Knob("dedup", (False, True), False, "whether the forward gathers each distinct row once"),)
 
     def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:

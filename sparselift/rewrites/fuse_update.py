@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sparselift.ir import Graph, Node, Structure, Table
+from sparselift.kernels import cuda
 from sparselift.kernels.base import COALESCE_METHODS
 from sparselift.rewrites.base import (
     Knob,
@@ -21,6 +22,7 @@ from sparselift.rewrites.base import (
     unique_rows,
 )
 
+_CUDA_ENTRY_BYTES, _CUDA_ORIGIN_BYTES = 12, 8      # of a lookup: key and position, which are sorted; the backward and the bag
 MAX_DENSE_BYTES = 4 << 20          # of sums, beside which weights and state want room in a core's share of the caches
 
 
@@ -46,7 +48,7 @@ class FuseUpdate(Rewrite):
              requires=(("update", ("fused",)),)),
     )
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         if knobs["update"] == "native":
             return None
         for table in tables_at(structure, site):
@@ -58,7 +60,10 @@ class FuseUpdate(Rewrite):
                 continue
             if table.optimizer.fused_rule is None:
                 return f"table {table.name}: {table.optimizer.reason or f'no fused update for {table.optimizer.kind}'}"
-            if knobs["coalesce"] == "dense" and 4 * table.rows * table.dim > MAX_DENSE_BYTES:
+            if structure.device == "cuda":
+                if reason := _cuda_obstacle(table, str(knobs["coalesce"])):
+                    return reason
+            elif knobs["coalesce"] == "dense" and 4 * table.rows * table.dim > MAX_DENSE_BYTES:
                 return (f"table {table.name}: coalesce='dense' would keep sums of {4 * table.rows * table.dim:,} bytes; "
                         f"above {MAX_DENSE_BYTES:,} they leave the cache")
             if knobs["coalesce"] == "none" and table.optimizer.fused_rule != "sgd":
@@ -81,6 +86,8 @@ class FuseUpdate(Rewrite):
         if not all(table.optimizer and table.optimizer.fused_rule for table in tables):
             # torch coalesces with a comparison sort; our kernel does not.
             return {"update": "coalesced", "coalesce": "chain"}
+        if graph.structure.device == "cuda":
+            return {"update": "fused", "coalesce": "chain"}             # whichever suits an update
         # torch's SGD takes a sparse gradient lookup by lookup, a dense one summed. So do we, which is the faster and the exact way.
         in_turn = all(table.optimizer and table.optimizer.fused_rule == "sgd" and table.sparse for table in tables)
         return {"update": "fused", "coalesce": "none" if in_turn else "sort"}
@@ -110,10 +117,10 @@ class FuseUpdate(Rewrite):
             if knobs["update"] == "native":
                 total += k * (8 + 4 * table.dim) if table.sparse else 4.0 * table.rows * table.dim
             elif knobs["update"] == "coalesced":
-                total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(table, k, "chain")
+                total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(graph, table, k, "chain")
                 total += unique_rows(graph, table.name) * (8 + 4 * table.dim)
             else:
-                total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(table, k, str(knobs["coalesce"]))
+                total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(graph, table, k, str(knobs["coalesce"]))
         return round(total)
 
     def _coalesced(self, graph: Graph, site: Site) -> Graph:
@@ -135,10 +142,10 @@ class FuseUpdate(Rewrite):
         for name in node.tables:
             table = graph.structure.table(name)
             k, u = lookups(graph, name), unique_rows(graph, name)
-            links = 4 * k + 4 * u
+            links = _link_bytes(graph, table, k, u, "chain")
             read += 4 * k + links + 4 * k * table.dim
             write += links + u * (8 + 4 * table.dim)
-            live += bag_gradient_bytes(graph, name) + _workspace_bytes(table, k, "chain") + u * (8 + 4 * table.dim)
+            live += bag_gradient_bytes(graph, name) + _workspace_bytes(graph, table, k, "chain") + u * (8 + 4 * table.dim)
         return node.changed(self.name, read_bytes=round(read), write_bytes=round(write), live_bytes=round(live), launches=1, time_s=None)
 
     def _fused(self, graph: Graph, node: Node, coalesce: str) -> Node:
@@ -147,15 +154,27 @@ class FuseUpdate(Rewrite):
             table = graph.structure.table(name)
             k, u = lookups(graph, name), unique_rows(graph, name)
             rows = k * row_bytes(table) if coalesce == "none" else u * (row_bytes(table) + state_row_bytes(table))
-            links = _link_bytes(table, k, u, coalesce)
+            links = _link_bytes(graph, table, k, u, coalesce)
             read += 4 * k + links + 4 * k * table.dim + rows                   # ids, chain, the bag's gradient a lookup, rows
             write += links + rows
-            live += bag_gradient_bytes(graph, name) + _workspace_bytes(table, k, coalesce)
+            live += bag_gradient_bytes(graph, name) + _workspace_bytes(graph, table, k, coalesce)
         return node.changed(self.name, read_bytes=round(read), write_bytes=round(write), live_bytes=round(live), launches=1, time_s=None)
 
 
-def _workspace_bytes(table: Table, lookups_per_batch: float, coalesce: str) -> float:
-    """Heads and links of chains; links and what is sorted; sums."""
+def _cuda_obstacle(table: Table, coalesce: str) -> str | None:
+    """Why the CUDA kernels do not coalesce a table's gradients so, or None."""
+    if coalesce == "none":
+        return f"table {table.name}: coalesce='none' needs lookups in turn, and on CUDA those of one row run at the same time"
+    if coalesce == "dense" and not cuda.takes_dense(table.rows, table.dim):
+        return (f"table {table.name}: coalesce='dense' takes up to {cuda.MOST_DENSE_ROWS:,} rows of {cuda.MOST_DENSE_COLUMNS:,} columns on "
+                f"CUDA; got {table.rows:,} of {table.dim}")
+    return None
+
+
+def _workspace_bytes(graph: Graph, table: Table, lookups_per_batch: float, coalesce: str) -> float:
+    """Heads and links of chains; links and what is sorted; sums. On CUDA: what is sorted, twice, and where each lookup came from."""
+    if graph.structure.device == "cuda":
+        return 0.0 if coalesce == "dense" else (2 * _CUDA_ENTRY_BYTES + _CUDA_ORIGIN_BYTES) * lookups_per_batch
     if coalesce == "none":
         return 0.0
     if coalesce == "dense":
@@ -163,8 +182,13 @@ def _workspace_bytes(table: Table, lookups_per_batch: float, coalesce: str) -> f
     return 8 * lookups_per_batch + (4 * table.rows if coalesce == "chain" else 16 * lookups_per_batch)
 
 
-def _link_bytes(table: Table, k: float, u: float, coalesce: str) -> float:
-    """Moved one way to bring the lookups of each row together: links and heads, an 8-byte entry a lookup and digit of 11 bits, or sums."""
+def _link_bytes(graph: Graph, table: Table, k: float, u: float, coalesce: str) -> float:
+    """Moved one way to bring the lookups of each row together: links and heads, an 8-byte entry a lookup and digit of 11 bits, or sums. On
+    CUDA an entry and an origin a lookup, and the entry again for each digit of 8 bits; nothing where rows look for their lookups.
+    """
+    if graph.structure.device == "cuda":
+        digits = -(-(table.rows - 1).bit_length() // 8)
+        return 0.0 if coalesce == "dense" else k * (_CUDA_ENTRY_BYTES * (1 + digits) + _CUDA_ORIGIN_BYTES)
     if coalesce == "none":
         return 0.0
     if coalesce == "dense":

@@ -31,7 +31,7 @@ class GroupTables(Rewrite):
     knobs = (Knob("group_by", ("none", "class", "all"), "none",
                   "none: every lookup where its module stands; class: one call a size class; all: one call"),)
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         if knobs["group_by"] == "none":
             return None
         if not any(feature.from_inputs for feature in structure.features):

@@ -19,9 +19,10 @@ class HugePages(Rewrite):
     summary = "move large tables, and optimizer state as large, to memory with huge pages"
     scope = "class"
     equivalence_note = "bitwise"
+    devices = ("cpu",)
     knobs = (Knob("huge_pages", ("off", "madvise"), "off", "madvise: ask for huge pages under the class's tables of at least 4 MiB"),)
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         if knobs["huge_pages"] == "off" or any(map(wants_huge_pages, tables_at(structure, site))):
             return None
         largest = max((table.nbytes for table in tables_at(structure, site)), default=0)

@@ -22,7 +22,7 @@ class FuseInteraction(Rewrite):
     knobs = (Knob("interaction", (False, True), False, "whether pairs of vectors are multiplied by our kernel",
                   requires=(("concat", (True,)),)),)
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         if knobs["interaction"] is False or eligible_interactions(structure):
             return None
         if not structure.interactions:

@@ -20,11 +20,12 @@ class LinearLibrary(Rewrite):
     summary = "run the dense part's linear layers with bias and ReLU in one pass, or in another matrix library"
     scope = "policy"
     equivalence_note = "reassociated"
+    devices = ("cpu",)
     knobs = (Knob("linear", ("native", "fused", "onednn_forward", "onednn"), "native",
                   "whose matrix products nn.Linear runs; fused: torch's, with bias and ReLU in one pass; onednn_forward: oneDNN's with the "
                   "ReLU, and torch's in backward"),)
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         if knobs["linear"] == "native" or structure.linears:
             return None
         return "the model has no torch.nn.Linear with contiguous float32 parameters on the CPU"

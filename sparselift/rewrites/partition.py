@@ -19,6 +19,7 @@ class Partition(Rewrite):
     summary = "split a call's lookups among threads by bag or by table"
     scope = "class"
     equivalence_note = "bitwise"
+    devices = ("cpu",)
     knobs = (Knob("partition", PARTITIONS, "bag", "what a thread takes at a time in the forward: a range of bags, or a table"),)
 
     def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:

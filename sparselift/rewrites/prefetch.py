@@ -15,6 +15,7 @@ class Prefetch(Rewrite):
     summary = "prefetch rows a fixed number of lookups ahead of their use"
     scope = "class"
     equivalence_note = "bitwise"
+    devices = ("cpu",)
     knobs = (Knob("prefetch", (0, 8, 32, 64, 128), 0, "rows ahead of use to prefetch; 0 is off"),)
 
     def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:

@@ -18,9 +18,10 @@ class Stores(Rewrite):
     summary = "write pooled rows past the caches, in whole cache lines"
     scope = "class"
     equivalence_note = "bitwise"
+    devices = ("cpu",)
     knobs = (Knob("stores", ("cached", "streamed"), "cached", "how the forward writes its output"),)
 
-    def legal(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
+    def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
         widths = {4 * table.dim for table in tables_at(structure, site)}
         if knobs["stores"] == "cached" or any(width % LINE_BYTES == 0 for width in widths):
             return None

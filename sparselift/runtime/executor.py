@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
+from sparselift.kernels.base import DeviceFault, KernelBackend
 from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.compiled import CompiledModules
 from sparselift.runtime.groups import LookupGroup, Prepared
@@ -38,7 +39,7 @@ ODD_WEIGHT = "its weight is not a contiguous nn.Parameter of the recorded table,
 class Runtime:
     """What `apply` attaches to a model. Refers to the model's modules, never to its optimizers."""
 
-    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str) -> None:
+    def __init__(self, structure: Structure, schedule: Schedule, model: nn.Module, backend: str | KernelBackend) -> None:
         self.structure, self.schedule, self.backend = structure, schedule, backend
         self.knobs: Mapping[str, TableSchedule] = schedule.tables or {}
         self.tables = {table.name: table for table in structure.tables}
@@ -79,7 +80,7 @@ class Runtime:
         """A group over these features and the tables that they read."""
         names = dict.fromkeys(feature.table for feature in features)
         return LookupGroup(features, [self.tables[name] for name in names], concat, {n: self.knobs[n] for n in names},
-                           self.owners, self.backend, interaction)
+                           self.owners, self.backend, interaction, self.schedule.shape)
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root forward's pre-hook. Raises LiftRefused inside a DistributedDataParallel, which waits for gradients in backward."""
@@ -147,6 +148,8 @@ class Prelude:
                 self.runtime.aside(group.name, "the prelude leaves ids of inference mode to the modules: nothing counts writes to them")
                 return
             outputs = group.run(weights, grads, indices, offsets, sample_weights)
+        except DeviceFault:
+            raise                # perhaps of a batch before this one, which no module would ask about again
         except (LookupError, AttributeError, TypeError, ValueError) as reason:
             # The forward was called in another way than the recorded one, or its ids are wrong: the modules, which see
             # what they are really given, decide and raise.

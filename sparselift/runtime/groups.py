@@ -19,9 +19,17 @@ from sparselift.errors import LiftRefused
 from sparselift.grad import Arrival
 from sparselift.ir import Concat, Feature, Interaction, Table
 from sparselift.kernels import get_backend
-from sparselift.kernels.base import BagProgram, FeatureSpec, IndexBatch, Segment, TableKnobs, TableSpec
+from sparselift.kernels.base import (
+    BagProgram,
+    FeatureSpec,
+    IndexBatch,
+    KernelBackend,
+    KernelShape,
+    Segment,
+    TableKnobs,
+    TableSpec,
+)
 from sparselift.kernels.interaction import InteractionSpec
-from sparselift.memory import OutputRing
 from sparselift.runtime import engine
 from sparselift.runtime._hot import Inputs, TableGrad, accumulate, trainable
 from sparselift.runtime.concat import ConcatBuffer, ConcatLayout, Uses
@@ -37,15 +45,15 @@ class LookupGroup:
     """
 
     def __init__(self, features: Sequence[Feature], tables: Sequence[Table], concat: Concat | None,
-                 knobs: dict[str, TableSchedule], owners: Mapping[str, nn.Module], backend: str,
-                 interaction: Interaction | None = None) -> None:
-        """`owners`: the modules that hold the tables of the whole model. `interaction`: of the concat."""
+                 knobs: dict[str, TableSchedule], owners: Mapping[str, nn.Module], backend: str | KernelBackend,
+                 interaction: Interaction | None = None, shape: KernelShape | None = None) -> None:
+        """`owners`: the modules that hold the tables of the whole model. `interaction`: of the concat. `shape`: of the kernels."""
         self.features = tuple(features)
         self.tables = tuple(tables)
         self.concat = concat
         self.knobs = dict(knobs)
         self.owners = owners
-        self.backend = backend
+        self.backend, self.shape = backend, shape
         names = [table.name for table in tables]
         self.place = {name: position for position, name in enumerate(names)}
         self.table_of = tuple(self.place[feature.table] for feature in features)
@@ -62,7 +70,6 @@ class LookupGroup:
         self._program: BagProgram | None = None
         self._fetch: Fetch | None = None
         self.ahead: Prepared | None = None            # for the next call, perhaps
-        self.ring = OutputRing()
         with torch.inference_mode(False), torch.enable_grad():       # the first call may be an evaluation
             self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
             self.anchor_node = get_gradient_edge(self.anchor).node
@@ -70,8 +77,8 @@ class LookupGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for transient in ("_program", "_fetch", "ahead", "ring", "anchor", "anchor_node"):
-            del state[transient]
+        for transient in ("_program", "_fetch", "ahead", "memory", "anchor", "anchor_node"):
+            state.pop(transient, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -91,7 +98,9 @@ class LookupGroup:
     @property
     def program(self) -> BagProgram:
         if self._program is None:
-            self._program = get_backend(self.backend).compile(self._table_specs(), self._feature_specs())
+            kernels = get_backend(self.backend)
+            self.memory = kernels.outputs()                # no output is taken before there is a program
+            self._program = kernels.compile(self._table_specs(), self._feature_specs(), self.shape)
         return self._program
 
     @property
@@ -114,7 +123,7 @@ class LookupGroup:
         for table in self.tables:
             k = self.knobs[table.name]
             specs.append(TableSpec(table.name, table.rows, table.dim, table.dtype,
-                                   TableKnobs(k.coalesce, k.prefetch, k.partition, k.dedup, k.stores)))
+                                   TableKnobs(k.coalesce, k.prefetch, k.partition, k.dedup, k.stores, k.vector_bytes, k.bags_per_group)))
         return specs
 
     def _feature_specs(self) -> list[FeatureSpec]:
@@ -229,11 +238,11 @@ class LookupCall:
             if any(n != bags for n in batch.num_bags):
                 raise ValueError(f"the parts of {group.concat.name} must have as many bags each; got {batch.num_bags}")
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():    # whose tensors count no writes
-                self.buffer = group.ring.take((bags, sum(group.widths)))
+                self.buffer = group.memory.take((bags, sum(group.widths)))
             group.program.forward(self.weights, batch, self.buffer)
             return (self.buffer,)
         sizes = [bags * width for bags, width in zip(batch.num_bags, group.widths)]
-        block = group.ring.take((sum(sizes),))
+        block = group.memory.take((sum(sizes),))
         flat = [piece.view(-1, width) for piece, width in zip(block.split(sizes), group.widths)]
         group.program.forward(self.weights, batch, flat)
         if group.is_flat:

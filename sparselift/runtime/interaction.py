@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparselift.functional.interaction import Interactor, is_lowered
+from sparselift.kernels.base import KernelBackend
 from sparselift.kernels.interaction import InteractionSpec
 from sparselift.lift.products import MULTIPLICATIONS, TRANSPOSES, VIEWS, flips, name_pairs, picked_pairs, stacks
 from sparselift.ops import nobody_watches
@@ -46,7 +47,7 @@ class Crossing:
     report  called with (name, why) for a forward that went another way
     """
 
-    def __init__(self, name: str, spec: InteractionSpec, backend: str) -> None:
+    def __init__(self, name: str, spec: InteractionSpec, backend: str | KernelBackend) -> None:
         self.name, self.spec = name, spec
         self.interactor = Interactor(spec, backend)
         self.calls = 0

@@ -113,6 +113,8 @@ def lookup_equivalence(structure: Structure) -> tuple[str, str]:
         if feature.weighted and feature.weights is None:
             return "reassociated", (f"lookup {feature.name}: the gradient of per-sample weights that the model computes is a dot product, "
                                     "summed in another order than torch's")
+        if structure.device == "cuda" and feature.pooling in ("sum", "mean"):
+            return "reassociated", f"lookup {feature.name}: on CUDA a bag of more ids than a chunk has is summed in pieces"
     return "bitwise", ""
 
 

@@ -15,6 +15,7 @@ from sparselift.apply import check_model_fits
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Structure
 from sparselift.kernels import get_backend
+from sparselift.kernels.base import KernelBackend
 from sparselift.plan import Plan, check_plan
 from sparselift.schedule import Schedule, build_schedule
 from sparselift.verify.exact import ROUNDS, check_exact
@@ -62,7 +63,7 @@ class Certificate:
         return "\n".join(lines)
 
 
-def verify(plan: Plan, work: Workload, *, backend: str = "cpu", seed: int = 0) -> Certificate:
+def verify(plan: Plan, work: Workload, *, backend: str | KernelBackend = "cpu", seed: int = 0) -> Certificate:
     """Check a plan against native torch on this machine, with the user's model and the first of its batches.
 
     Model, optimizer and random state are left bit for bit as they were.
@@ -84,7 +85,8 @@ def verify(plan: Plan, work: Workload, *, backend: str = "cpu", seed: int = 0) -
 class Certifier:
     """Certificates for many schedules of one workload. What was checked once is not checked again."""
 
-    def __init__(self, work: Workload, structure: Structure, sketches: Mapping[str, Any], backend: str = "cpu", seed: int = 0) -> None:
+    def __init__(self, work: Workload, structure: Structure, sketches: Mapping[str, Any], backend: str | KernelBackend = "cpu",
+                 seed: int = 0) -> None:
         self.work, self.structure, self.sketches, self.backend, self.seed = work, structure, sketches, backend, seed
         self._batch = work.take(1)[0]
         weights = {table.name: work.model.get_parameter(table.name) for table in structure.tables}
@@ -93,7 +95,8 @@ class Certifier:
 
     def certify(self, schedule: Schedule, equivalence: str) -> Certificate:
         """Raises EquivalenceError; the same again for a schedule that failed before."""
-        variant = f"{self.backend}-{get_backend(self.backend).variant()}"
+        kernels = get_backend(self.backend)
+        variant = f"{kernels.name}-{kernels.variant()}"
         key = canonical.digest([variant, equivalence, self.seed, _numbers(schedule)])
         if key not in self._known:
             try:
@@ -120,4 +123,4 @@ def _numbers(schedule: Schedule) -> dict[str, Any]:
     hints = {"prefetch": 0, "huge_pages": False, "stores": ""}
     tables = {name: {**asdict(knobs), **hints} for name, knobs in (schedule.tables or {}).items()}
     return {"path": schedule.path, "groups": [asdict(group) for group in schedule.groups], "tables": tables, "linear": schedule.linear,
-            "compile": schedule.compile}
+            "compile": schedule.compile, "shape": asdict(schedule.shape)}

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparselift.apply import Applied
 from sparselift.errors import EquivalenceError, LiftRefused
 from sparselift.ir import Structure
+from sparselift.kernels.base import KernelBackend
 from sparselift.preserve import preserve
 from sparselift.runtime.compiled import CompiledModules
 from sparselift.schedule import Schedule
@@ -20,7 +21,7 @@ from sparselift.workload import Workload
 TOLERANCE = 1e-3
 
 
-def check_gradients(structure: Structure, schedule: Schedule, work: Workload, batch: Any, backend: str) -> dict[str, float]:
+def check_gradients(structure: Structure, schedule: Schedule, work: Workload, batch: Any, backend: str | KernelBackend) -> dict[str, float]:
     """Compare the loss and all gradients of one batch in norm: the largest share of `TOLERANCE`.
 
     Raises EquivalenceError above 1, and LiftRefused for a module that is to be compiled and cannot be.

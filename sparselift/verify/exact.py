@@ -12,6 +12,7 @@ from torch import Tensor
 from sparselift.apply import Applied
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Structure
+from sparselift.kernels.base import KernelBackend
 from sparselift.optim import state_parts
 from sparselift.schedule import Schedule
 from sparselift.stats import Sketch
@@ -49,7 +50,7 @@ class _Side:
 
 
 def check_exact(structure: Structure, schedule: Schedule, sketches: Mapping[str, Sketch], rules: Mapping[str, Rule],
-                backend: str, seed: int) -> dict[str, int]:
+                backend: str | KernelBackend, seed: int) -> dict[str, int]:
     """Run `len(ROUNDS)` steps and compare everything after each.
 
     `structure` is the real one; `rules` are those of `table_rules`. Returns what was compared: how many values of each kind.

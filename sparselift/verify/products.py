@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Structure
+from sparselift.kernels.base import KernelBackend
 from sparselift.kernels.interaction import InteractionSpec, interact
 from sparselift.lift.nodes import interaction_spec
 from sparselift.runtime.interaction import Crossing
@@ -19,7 +20,7 @@ LARGEST = 4                        # of the integers: their products, summed ove
 U = 2.0 ** -24
 
 
-def check_products_exact(structure: Structure, schedule: Schedule, backend: str, seed: int) -> dict[str, int]:
+def check_products_exact(structure: Structure, schedule: Schedule, backend: str | KernelBackend, seed: int) -> dict[str, int]:
     """On small integers: values compared bit for bit, by kind. Raises EquivalenceError with the first interaction that differs."""
     generator = torch.Generator().manual_seed(seed)
     counts: dict[str, int] = {}
@@ -37,7 +38,8 @@ def check_products_exact(structure: Structure, schedule: Schedule, backend: str,
     return counts
 
 
-def check_products_real(structure: Structure, schedule: Schedule, backend: str, lookups: Mapping[str, Tensor]) -> dict[str, float]:
+def check_products_real(structure: Structure, schedule: Schedule, backend: str | KernelBackend,
+                        lookups: Mapping[str, Tensor]) -> dict[str, float]:
     """On pooled rows of a real step, `lookups` by feature: the largest share of its rounding bound that a value used.
 
     A dot product of D terms is within (D + 2) u of the sum of its absolute terms; a gradient sums V and the dense vector's own.
@@ -64,7 +66,7 @@ def check_products_real(structure: Structure, schedule: Schedule, backend: str, 
     return worst
 
 
-def crossings(structure: Structure, schedule: Schedule, backend: str) -> Iterator[Crossing]:
+def crossings(structure: Structure, schedule: Schedule, backend: str | KernelBackend) -> Iterator[Crossing]:
     """The interactions that a schedule fuses."""
     wanted = {group.interaction for group in schedule.groups}
     for each in structure.interactions:

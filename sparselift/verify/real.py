@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparselift.apply import Applied
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Feature, Structure
-from sparselift.kernels.base import UpdateRule, state_shapes
+from sparselift.kernels.base import KernelBackend, UpdateRule, state_shapes
 from sparselift.optim import fused_rule, state_parts, update_rule
 from sparselift.preserve import preserve
 from sparselift.schedule import Schedule
@@ -54,7 +54,8 @@ class _Step:
     dense: dict[str, Tensor] = field(default_factory=dict)        # other parameters after the step
 
 
-def check_real(structure: Structure, schedule: Schedule, equivalence: str, work: Workload, batch: Any, backend: str) -> dict[str, float]:
+def check_real(structure: Structure, schedule: Schedule, equivalence: str, work: Workload, batch: Any,
+               backend: str | KernelBackend) -> dict[str, float]:
     """Compare one real step. Returns the share of its bound that the worst value used, by kind; 0.0 means equal bits.
 
     Lookups and updates are held to float64 in a step whose dense part is torch's, so that its recorded gradients are those of both.

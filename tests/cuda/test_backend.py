@@ -34,7 +34,10 @@ def test_other_ways_to_coalesce_are_refused(simt: Simt) -> None:
         with pytest.raises(ValueError, match=f"table 't': coalesce='dense' takes up to 2048 rows of 2048 columns .* got {rows} of {dim}"):
             simt.backend().compile([TableSpec("t", rows, dim, knobs=TableKnobs(coalesce="dense"))], [])
     status = np.zeros(simt.module.STATUS_BYTES, np.uint8)
-    for table, message in (((2049, 4, 0, 3), "table 0: dense sums take up to 2048 rows"), ((5, 4, 0, 1), "table 0: .* are summed")):
+    for table, message in (((2049, 4, 0, 3, 0, 0), "table 0: dense sums take up to 2048 rows"),
+                           ((5, 4, 0, 1, 0, 0), "table 0: .* are summed"),
+                           ((5, 4, 0, 0, 8, 0), "table 0: vector_bytes must be 4 or 16; got 8"),
+                           ((5, 4, 0, 0, 0, -1), "table 0: bags_per_group must be at least 1; got -1")):
         with pytest.raises(ValueError, match=message):
             simt.module.Program([table], [], {}, status.ctypes.data, 0)
 
@@ -67,7 +70,7 @@ def test_a_program_may_have_a_shape_of_its_own(simt: Simt) -> None:
 def test_by_address_from_numpy(simt: Simt) -> None:
     """No torch: a forward of two bags over memory that numpy owns."""
     status = np.zeros(simt.module.STATUS_BYTES, np.uint8)
-    program = simt.module.Program([(6, 3, 0, 0)], [(0, 0, False, False, -1)], {}, status.ctypes.data, 0)
+    program = simt.module.Program([(6, 3, 0, 0, 0, 0)], [(0, 0, False, False, -1)], {}, status.ctypes.data, 0)
     table, ids, starts = np.arange(18, dtype=np.float32).reshape(6, 3), np.array([0, 5, 2], np.int32), np.array([0, 2], np.int64)
     inputs = [(ids.ctypes.data, 3, 1, False, starts.ctypes.data, 2, 1, True, 0, 0, 0)]
     memory = np.empty(program.batch_bytes(inputs), np.uint8)

@@ -60,6 +60,25 @@ def test_forward(simt: Simt, pooling: str, name: str) -> None:
         check_efficiency(traffic)
 
 
+def test_a_table_may_be_read_an_element_at_a_time(simt: Simt) -> None:
+    """As its own knobs say, beside a table that is read in vectors: no access of the two is one more than those of the other alone."""
+    vectors, elements = TableKnobs("sort"), TableKnobs("sort", vector_bytes=4, bags_per_group=3)
+    start, (ids, offsets), grad = torch.randn(ROWS, 32), make_bags(32), torch.randn(BAGS, 32)
+    traffic = []
+    for knobs in ((vectors,), (vectors, elements)):
+        count = len(knobs)
+        program = simt.backend().compile([TableSpec(f"t{t}", ROWS, 32, knobs=each) for t, each in enumerate(knobs)],
+                                         [FeatureSpec(f"f{t}", t) for t in range(count)])
+        tables, outputs = [start.clone() for _ in knobs], [torch.empty(BAGS, 32) for _ in knobs]
+        batch = program.prepare([ids] * count, [offsets] * count)
+        forward = simt.traffic(partial(program.forward, tables, batch, outputs))
+        rules, segments = [UpdateRule("sgd", 0.1)] * count, [Segment(batch, [grad] * count)]
+        update = simt.traffic(partial(program.update, tables, [None] * count, rules, segments))
+        traffic.append((forward.load_bytes, update.store_bytes))
+    assert traffic[0] == traffic[1] and all(traffic[0])
+    assert torch.equal(*outputs) and torch.equal(*tables)
+
+
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in UPDATES for name in DTYPES
                                             if name != "float32" or UPDATES[kind].noise_key is None])
 @pytest.mark.parametrize("coalesce", ["sort", "dense"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sparselift.ir import Concat, Feature, Graph, InputPath, Node, OptimizerInfo, Resources, Structure, Table
@@ -62,3 +64,8 @@ def small_graph(optimizer: OptimizerInfo | None = SGD, sparse: bool = True, uses
     tables = [table(f"{name}.weight", rows, 16, sparse, optimizer) for name, rows in zip(names, (100, 200, 2_000_000), strict=True)]
     features = [feature(name, f"{name}.weight") for name in names]
     return graph(tables, features, (Concat("cat", (8, "bags.1", "bags.0")),), uses=uses)
+
+
+def on_cuda(g: Graph) -> Graph:
+    """The same step with its tables on a CUDA device."""
+    return replace(g, structure=replace(g.structure, device="cuda"))

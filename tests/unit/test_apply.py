@@ -22,6 +22,7 @@ from sparselift.plan import Plan, default_plan
 from sparselift.space import Constraints
 from sparselift.verify import verify
 from sparselift.workload import Workload
+from tests.unit.example_graphs import on_cuda
 
 
 class Matrix(nn.Module):
@@ -197,6 +198,12 @@ def test_another_model_is_refused_field_by_field() -> None:
     fields = {field for field, _, _ in caught.value.differences}
     assert {"optimizers"} < fields and any("rows" in field for field in fields) and any("sparse" in field for field in fields)
     assert "forward" not in other.model.embedding.__dict__
+
+
+def test_a_plan_for_another_device_is_refused() -> None:
+    work = workload("sequence")
+    with pytest.raises(PlanMismatchError, match="device: saved cuda, current cpu"):
+        apply(default_plan(on_cuda(lift(work))), work.model, work.optimizer)
 
 
 def test_native_plan_changes_nothing() -> None:

@@ -20,7 +20,7 @@ from sparselift.ir import Concat
 from sparselift.plan import SCHEMA, Evidence, Interval, Plan, TrialRecord, check_fits, compare, default_plan, diff, explain
 from sparselift.rewrites import Value
 from sparselift.space import Config, Constraints, SearchSpace
-from tests.unit.example_graphs import ADAGRAD, MOMENTUM, batch_sketch, feature, graph, small_graph, table
+from tests.unit.example_graphs import ADAGRAD, MOMENTUM, batch_sketch, feature, graph, on_cuda, small_graph, table
 
 BIG = "d16-sum-to2M-few-dup"
 HARDWARE = {"cpu": "Example 9000", "cores": 2, "torch_version": "2.13.0"}
@@ -175,6 +175,10 @@ ILLEGAL: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["structure"]["features"][0].update(padding_idx=100), r"bags.0: padding_idx must be null or in \[0, 100\); got 100"),
     (lambda d: d["structure"]["features"][0].update(indices={"keys": [], "select": None}), "indices.keys must begin with 'args'"),
     (lambda d: d["structure"].update(uses=["magic"]), r"structure.uses may hold .*; got \['magic'\]"),
+    (lambda d: d["structure"].update(device="tpu"), r"structure.device must be one of \['cpu', 'cuda'\]; got 'tpu'"),
+    (lambda d: d["structure"].update(device="cuda"), f"class {BIG}: prefetch=64 is illegal: prefetch is for tables on cpu, and these are"),
+    (lambda d: d["config"]["policy"].update(block_threads=64), "block_threads=64, .* is illegal: kernel_shape is for tables on cuda"),
+    (lambda d: d["config"]["policy"].update(block_threads=256), r"block_threads must be one of \['auto', 64, 128, 512\]; got 256"),
     (lambda d: d["structure"].update(world_size=0), "structure.world_size must be at least 1; got 0"),
     (lambda d: d["sketches"]["big"]["unique_curve"][-1].__setitem__(1, 0), "sketches.big: .*'unique_curve' .*at least 1"),
     (lambda d: d["sketches"]["big"].update(bags=-1), "sketches.big: .*'bags' must hold counts; got -1"),
@@ -307,6 +311,12 @@ def test_the_reason_why_an_optimizer_is_not_fused_is_no_difference() -> None:
     assert compare(default_plan(g), small_graph(reworded).structure) == ()
 
 
+def test_a_plan_for_another_device_is_refused() -> None:
+    there = on_cuda(small_graph())
+    with pytest.raises(PlanMismatchError, match="does not fit: device: saved cuda, current cpu"):
+        check_fits(default_plan(there), small_graph().structure)
+
+
 def test_what_does_not_fit_is_refused_with_both_values() -> None:
     structure = small_graph().structure
     structure = replace(structure, tables=(replace(structure.tables[0], rows=101), *structure.tables[1:]))
@@ -384,6 +394,20 @@ def test_show_says_what_was_chosen_and_how_fast_it_is() -> None:
                  "native step   41.2 ms [41, 41.4]", "planned step  27.5 ms", "default step  28 ms", "1.498x [1.480, 1.516] over native",
                  "9 complete, 1 failed, 1 pruned", "policy  group_by=all  concat=True", f"{BIG}  (1 table, 2,000,000 rows, 122.1 MiB)",
                  "huge_pages=madvise", "fastest of 10", "constraints that bound: none", "kernels reference, steps 3"):
+        assert part in text, text
+
+
+def test_a_page_has_the_knobs_of_its_device() -> None:
+    here, there = str(default_plan(small_graph())), str(default_plan(on_cuda(small_graph())))
+    assert "prefetch=64" in here and "linear=" in here and "vector_bytes" not in here and "block_threads" not in here
+    for part in ("block_threads=auto  loads_in_flight=auto  chunk_lookups=auto", "vector_bytes=auto  bags_per_group=auto",
+                 "2,000,300 rows, 122.1 MiB on cuda; batch 64"):
+        assert part in there, there
+    assert "prefetch" not in there and "linear" not in there
+    assert "kernel_shape: for tables on cuda\n" in explain(default_plan(small_graph()))
+    text = explain(default_plan(on_cuda(small_graph())))
+    for part in ("prefetch: for tables on cpu", "not block_threads=64 or 128 or 512: by rule of thumb",
+                 "not bags_per_group=1 or 2 or 4 or 8:", "not coalesce='none': table big.weight: coalesce='none' needs lookups in turn"):
         assert part in text, text
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sparselift.ir import Concat, Graph, Interaction, Node, Resources
+from sparselift.ir import DEVICES, Concat, Graph, Interaction, Node, Resources
 from sparselift.rewrites import CATALOG, EQUIVALENCES, Rewrite, Site, SizeClass, Value, catalog_table, same, weakest
 from sparselift.rewrites.base import SCOPES
-from tests.unit.example_graphs import ADAGRAD, MOMENTUM, SGD, batch_sketch, feature, graph, small_graph, table
+from tests.unit.example_graphs import ADAGRAD, MOMENTUM, SGD, batch_sketch, feature, graph, on_cuda, small_graph, table
 
 NAMES = [rewrite.name for rewrite in CATALOG]
 
@@ -53,16 +53,17 @@ def test_catalog_is_well_formed() -> None:
 
 @pytest.mark.parametrize("rewrite", CATALOG, ids=NAMES)
 def test_off_is_legal_and_changes_nothing(rewrite: Rewrite) -> None:
-    for g in (small_graph(), small_graph(ADAGRAD, sparse=False), small_graph(None), small_graph(MOMENTUM)):
+    for g in (small_graph(), small_graph(ADAGRAD, sparse=False), small_graph(None), small_graph(MOMENTUM), on_cuda(small_graph())):
         off = {knob.name: knob.off for knob in rewrite.knobs}
         assert not rewrite.applied(off)
         assert rewrite.legal(g.structure, whole(g), off) is None
         assert rewrite.transform(g, whole(g), off) == g
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rewrite", CATALOG, ids=NAMES)
-def test_on_marks_the_nodes_that_it_changes(rewrite: Rewrite) -> None:
-    g = small_graph()
+def test_on_marks_the_nodes_that_it_changes(rewrite: Rewrite, device: str) -> None:
+    g = on_cuda(small_graph()) if device == "cuda" else small_graph()
     site = split(g) if rewrite.scope == "policy" else whole(g)
     for setting in rewrite.combinations():
         assert rewrite.equivalence(g.structure, site, setting) in EQUIVALENCES
@@ -82,6 +83,22 @@ def test_preferences_are_choices(rewrite: Rewrite) -> None:
     assert all(knob.holds(wish[knob.name]) for knob in rewrite.knobs)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rewrite", CATALOG, ids=NAMES)
+def test_what_does_nothing_on_a_device_is_refused_there(rewrite: Rewrite, device: str) -> None:
+    g = on_cuda(small_graph()) if device == "cuda" else small_graph()
+    for setting in filter(rewrite.applied, rewrite.combinations()):
+        reason = rewrite.legal(g.structure, split(g), {"group_by": "all", **setting})
+        refused = reason == f"{rewrite.name} is for tables on {rewrite.devices[0]}, and these are on {device}"
+        assert refused == (device not in rewrite.devices)
+
+
+def test_shapes_of_kernels_are_cuda_s_and_hints_to_a_cpu_the_cpu_s() -> None:
+    assert {rewrite.name for rewrite in CATALOG if rewrite.devices == ("cuda",)} == {"bag_shape", "kernel_shape"}
+    assert {rewrite.name for rewrite in CATALOG if rewrite.devices == ("cpu",)} == {
+        "dedup", "prefetch", "partition", "stores", "huge_pages", "linear_library", "compile_dense"}
+
+
 def test_combinations_give_knobs_without_effect_their_off_value() -> None:
     assert by_name("fuse_update").combinations() == (
         {"update": "native", "coalesce": "chain"}, {"update": "coalesced", "coalesce": "chain"}, {"update": "fused", "coalesce": "chain"},
@@ -94,6 +111,53 @@ def test_weakest_and_same() -> None:
     with pytest.raises(ValueError, match="exact"):
         weakest(["exact"])
     assert same(0, 0) and not same(0, False) and not same(1, True) and not same(1, 1.0)
+
+
+# bag_shape and kernel_shape
+
+
+def test_a_shape_without_effect_is_refused() -> None:
+    narrow = on_cuda(graph([table("w", 10, 3)], [feature("f", "w")]))
+    maxima = on_cuda(graph([table("w", 10)], [feature("f", "w", "max")]))
+    weighted = on_cuda(graph([table("w", 10)], [feature("f", "w", weighted=True)]))
+    assert "rows of 12 bytes are read an element at a time anyway" in (legal("bag_shape", narrow, vector_bytes=4, bags_per_group=1) or "")
+    assert legal("bag_shape", narrow, vector_bytes="auto", bags_per_group=1) is None
+    assert "one bag at a time" in (legal("bag_shape", maxima, vector_bytes=4, bags_per_group=2) or "")
+    assert legal("bag_shape", maxima, vector_bytes=4, bags_per_group="auto") is None
+    for g in (maxima, weighted):
+        setting = {"block_threads": 64, "loads_in_flight": 8, "chunk_lookups": 64}
+        assert "no lookup sums without weights" in (legal("kernel_shape", g, **setting) or "")
+        assert legal("kernel_shape", g, **{**setting, "loads_in_flight": "auto"}) is None
+
+
+def test_sums_in_other_chunks_are_reassociated() -> None:
+    g = on_cuda(small_graph())
+    setting: dict[str, Value] = {"block_threads": 64, "loads_in_flight": 8, "chunk_lookups": "auto"}
+    assert by_name("kernel_shape").equivalence(g.structure, whole(g), setting) == "bitwise"
+    assert by_name("kernel_shape").equivalence(g.structure, whole(g), {**setting, "chunk_lookups": 64}) == "reassociated"
+
+
+def test_on_cuda_lookups_of_a_row_have_no_order() -> None:
+    g = on_cuda(small_graph())
+    assert "those of one row run at the same time" in (legal("fuse_update", g, update="fused", coalesce="none") or "")
+    dense = legal("fuse_update", g, update="fused", coalesce="dense")
+    assert dense == "table big.weight: coalesce='dense' takes up to 2,048 rows of 2,048 columns on CUDA; got 2,000,000 of 16"
+    assert legal("fuse_update", on_cuda(graph([table("w", 2048, 2048)], [feature("f", "w")])), update="fused", coalesce="dense") is None
+    assert by_name("fuse_update").prefer(g, whole(g)) == {"update": "fused", "coalesce": "chain"}
+
+
+def test_on_cuda_memory_grows_with_lookups_and_not_with_rows() -> None:
+    g = on_cuda(small_graph())
+    grads = 3 * 64 * 4 * 16
+    assert by_name("fuse_update").memory_bytes(g, whole(g), CHAIN) == grads + 3 * 256 * (2 * 12 + 8)
+    assert by_name("fuse_update").memory_bytes(g, whole(g), DENSE) == grads
+    # An update reads ids, entries (once made, once sorted by each of 1, 1 and 3 digits) and origins, gradients, and distinct rows.
+    update = by_name("fuse_update").transform(g, whole(g), CHAIN)
+    rows = {"bags.0.weight": 100, "bags.1.weight": 200, "big.weight": 256}
+    for name, digits in (("bags.0.weight", 1), ("bags.1.weight", 1), ("big.weight", 3)):
+        moved = node(update, f"update:{name}").resources
+        assert moved.read_bytes == 4 * 256 + 256 * (12 * (1 + digits) + 8) + 4 * 256 * 16 + rows[name] * 4 * 16
+        assert moved.write_bytes == 256 * (12 * (1 + digits) + 8) + rows[name] * 4 * 16
 
 
 # group_tables and fuse_concat

@@ -20,11 +20,13 @@ from sparselift.measure import Comparison, Stage
 from sparselift.plan import Interval, Plan
 from sparselift.preserve import preserve
 from sparselift.progress import Progress
+from sparselift.schedule import build_schedule
 from sparselift.space import Config, Constraints, SearchSpace, memory_bytes
 from sparselift.tuning import search, study, trial_records, tune
 from sparselift.tuning.judge import Judge
 from sparselift.tuning.study import Infeasible, StudyTrial
 from sparselift.workload import Workload
+from tests.unit.example_graphs import on_cuda
 
 BATCH = 16
 ROWS = (50, 300, 70_000)
@@ -132,6 +134,29 @@ def test_the_last_measurements_are_against_native_and_the_default(work, space):
     result = run(work, timer, trials=20)
     thorough = [(incumbent, candidate) for incumbent, candidate, is_thorough in timer.calls if is_thorough]
     assert thorough == [(space.default, result.plan.config), (Config.native(), result.plan.config)]
+
+
+def test_the_shapes_of_cuda_kernels_are_searched(work, monkeypatch, tmp_path):
+    """Blocks of 128 threads help, and two bags a group in the largest class; the heuristic has neither."""
+    graph = on_cuda(lift(work))
+    largest = SearchSpace(graph).classes[-1].name
+    monkeypatch.setattr(search, "lift", lambda work: graph)
+
+    def seconds(config):
+        if config.path == "native":
+            return 0.010
+        shape = config.policy["block_threads"] == 128, config.knobs_at(largest)["bags_per_group"] == 2
+        return 0.008 - 0.001 * shape[0] - 0.0005 * shape[1]
+
+    result = run(work, Timer(seconds), trials=60)
+    assert {record.params["block_threads"] for record in result.records if "block_threads" in record.params} == {"auto", 64, 128, 512}
+    assert result.plan.config.policy["block_threads"] == 128
+    assert result.plan.config.knobs_at(largest)["bags_per_group"] == 2
+    result.plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == result.plan
+    schedule = build_schedule(graph.structure, result.plan.config)
+    assert schedule.shape.block_threads == 128
+    assert {schedule.tables[name].bags_per_group for name in SearchSpace(graph).classes[-1].tables} == {2}
 
 
 def test_trials_are_a_frame(work):

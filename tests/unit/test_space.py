@@ -27,7 +27,7 @@ from sparselift.space import (
     size_classes,
 )
 from sparselift.space.classes import MAX_CLASSES
-from tests.unit.example_graphs import ADAGRAD, MOMENTUM, SGD, batch_sketch, feature, graph, small_graph, table
+from tests.unit.example_graphs import ADAGRAD, MOMENTUM, SGD, batch_sketch, feature, graph, on_cuda, small_graph, table
 
 BIG = "d16-sum-to2M-few-dup"
 
@@ -281,10 +281,11 @@ def test_native_has_nothing_else_to_choose() -> None:
 
 def test_default_is_what_the_page_says() -> None:
     default = SearchSpace(small_graph()).default
-    policy = {"group_by": "all", "concat": True, "interaction": False, "linear": "native", "compile": "eager"}
+    policy = {"group_by": "all", "concat": True, "interaction": False, "linear": "native", "compile": "eager",
+              "block_threads": "auto", "loads_in_flight": "auto", "chunk_lookups": "auto"}
     assert default.policy == policy
     assert default.knobs_at(BIG) == {**policy, "update": "fused", "coalesce": "none", "dedup": False, "prefetch": 64, "partition": "bag",
-                                     "stores": "cached", "huge_pages": "madvise"}
+                                     "stores": "cached", "huge_pages": "madvise", "vector_bytes": "auto", "bags_per_group": "auto"}
     assert default.knobs_at("d16-sum-to4k-few-dup")["huge_pages"] == "off"
     with pytest.raises(KeyError, match="no size class 'x'"):
         default.knobs_at("x")
@@ -419,6 +420,31 @@ def test_rejections_say_what_was_left_out() -> None:
     assert all(each.constraint for each in by_rewrite["dedup"]) and len(by_rewrite["dedup"]) == 3
     assert any(not each.constraint and "Adagrad" in str(each) for each in by_rewrite["fuse_update"])
     assert [each.site for each in by_rewrite["huge_pages"]] == ["d16-sum-to4k-few-dup", "d16-sum-to4k-some-dup"]
+
+
+def test_a_space_has_the_knobs_of_its_device() -> None:
+    shapes, hints = {"block_threads", "loads_in_flight", "chunk_lookups"}, {"linear", "compile"}
+    of_bags, of_rows = {"vector_bytes", "bags_per_group"}, {"dedup", "prefetch", "partition", "stores", "huge_pages"}
+    there, here = ({dimension.name.partition("@")[0] for dimension in SearchSpace(g).dimensions}
+                   for g in (on_cuda(small_graph()), small_graph()))
+    assert shapes | of_bags <= there and not there & (hints | of_rows)
+    assert of_rows <= here and not here & (shapes | of_bags)
+
+
+def test_shapes_of_cuda_kernels_are_the_heuristic_s_by_default() -> None:
+    space = SearchSpace(on_cuda(small_graph()))
+    assert space.check(space.default) == () and space.default.path == "planned"
+    assert {space.default.policy[name] for name in ("block_threads", "loads_in_flight", "chunk_lookups")} == {"auto"}
+    assert {each.knobs[name] for each in space.default.classes for name in ("vector_bytes", "bags_per_group")} == {"auto"}
+    assert {"block_threads=64", "loads_in_flight=8", "chunk_lookups=64", "vector_bytes=4", "bags_per_group=1"} <= {
+        name for name, _ in space.toggles()}
+
+
+def test_sums_of_bags_on_cuda_are_not_bitwise() -> None:
+    blocked = SearchSpace(on_cuda(small_graph()), Constraints(equivalence="bitwise")).blocked
+    assert "on CUDA a bag of more ids than a chunk has is summed in pieces" in blocked[0]
+    rows = on_cuda(graph([table("w", 10)], [feature("f", "w", "none")]))
+    assert not SearchSpace(rows, Constraints(equivalence="bitwise")).blocked
 
 
 def test_duplicates_split_classes() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Structure
 from sparselift.kernels import get_backend
-from sparselift.kernels.base import BagProgram
+from sparselift.kernels.base import BagProgram, KernelBackend, KernelShape
 from sparselift.optim import RowWiseAdagrad
 from sparselift.runtime import groups
 from sparselift.stats import Sketch
@@ -47,7 +47,7 @@ def prepared(optimizer: str = "sgd", **kind: Any) -> tuple[Bags, torch.optim.Opt
     return model, opt, bags_structure(model, [opt], weighted=kind.get("mode", "sum") == "sum" and kind.get("sparse", True))
 
 
-def exact(optimizer: str, backend: str, plan: dict[str, Any], **kind: Any) -> dict[str, int]:
+def exact(optimizer: str, backend: str | KernelBackend, plan: dict[str, Any], **kind: Any) -> dict[str, int]:
     model, opt, structure = prepared(optimizer, **kind)
     rules = table_rules(structure, {t.name: model.get_parameter(t.name) for t in structure.tables}, [opt])
     sketches = {f.name: LONG_BAGS for f in structure.features} if kind.get("mode") == "max" else {}      # else a maximum of one row
@@ -171,6 +171,21 @@ FAULTS = [WrongOffset, DroppedRowInForward, DroppedRowInUpdate, MissingMeanDivid
           StaleSegment]
 
 
+class Planted(KernelBackend):
+    """A backend all of whose programs have a fault."""
+
+    name = "planted"
+
+    def __init__(self, fault: type[Faulty], inner: str) -> None:
+        self.fault, self.inner = fault, get_backend(inner)
+
+    def compile(self, tables: Any, features: Any, shape: KernelShape | None = None) -> BagProgram:
+        return self.fault(self.inner.compile(tables, features, shape))
+
+    def variant(self) -> str:
+        return self.fault.__name__
+
+
 class EqualBags(Bags):
     """All tables of one shape, so that nothing but the values can tell them apart."""
 
@@ -179,7 +194,7 @@ class EqualBags(Bags):
         self.emb = nn.ModuleList(nn.EmbeddingBag(40, 8, mode=mode, sparse=True) for _ in range(3))
 
 
-def check_equal_bags(mode: str, backend: str) -> None:
+def check_equal_bags(mode: str, backend: str | KernelBackend) -> None:
     model = EqualBags(mode)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     structure = bags_structure(model, [opt])
@@ -189,17 +204,11 @@ def check_equal_bags(mode: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_kernel_faults_fail(monkeypatch: pytest.MonkeyPatch, fault: type[Faulty], backend: str) -> None:
+def test_planted_kernel_faults_fail(fault: type[Faulty], backend: str) -> None:
     mode = "mean" if "Mean" in fault.__name__ else "sum"
     check_equal_bags(mode, backend)
-
-    class Backend:
-        def compile(self, tables: Any, features: Any) -> BagProgram:
-            return fault(get_backend(backend).compile(tables, features))
-
-    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
     with pytest.raises(EquivalenceError):
-        check_equal_bags(mode, backend)
+        check_equal_bags(mode, Planted(fault, backend))
 
 
 def test_planted_executor_faults_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +243,9 @@ class NoBiasCorrection(Faulty):
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(SwappedBetas, "optimizer sums"), (NoBiasCorrection, "weights")])
-def test_faults_planted_in_adam_fail(monkeypatch: pytest.MonkeyPatch, fault: type[Faulty], kind: str) -> None:
-    class Backend:
-        def compile(self, tables: Any, features: Any) -> BagProgram:
-            return fault(get_backend("cpu").compile(tables, features))
-
-    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
+def test_faults_planted_in_adam_fail(fault: type[Faulty], kind: str) -> None:
     with pytest.raises(EquivalenceError, match=kind):
-        exact("adam", "cpu", {})
+        exact("adam", Planted(fault, "cpu"), {})
 
 
 class WrongMaxima(Faulty):
@@ -252,14 +256,9 @@ class WrongMaxima(Faulty):
         self.inner.forward([-table for table in tables], batch, torch.empty_like(out))
 
 
-def test_gradients_of_the_wrong_rows_of_maxima_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Backend:
-        def compile(self, tables: Any, features: Any) -> BagProgram:
-            return WrongMaxima(get_backend("cpu").compile(tables, features))
-
-    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
+def test_gradients_of_the_wrong_rows_of_maxima_fail() -> None:
     with pytest.raises(EquivalenceError, match="gradient"):
-        exact("sgd", "cpu", {}, mode="max", sparse=False)
+        exact("sgd", Planted(WrongMaxima, "cpu"), {}, mode="max", sparse=False)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -272,14 +271,9 @@ def test_real_maxima(backend: str) -> None:
     assert certificate.real["outputs"] == 0.0 and 0 <= certificate.real["updates"] <= 1
 
 
-def test_message_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Backend:
-        def compile(self, tables: Any, features: Any) -> BagProgram:
-            return DroppedRowInUpdate(get_backend("reference").compile(tables, features))
-
-    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
+def test_message_names_what_differs() -> None:
     with pytest.raises(EquivalenceError, match=r"step 1: weights emb\.0\.weight differs in \d+ of \d+ values: at \[\d+, \d+\] planned has"):
-        check_equal_bags("sum", "reference")
+        check_equal_bags("sum", Planted(DroppedRowInUpdate, "reference"))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -323,7 +317,7 @@ def test_a_plan_that_calls_itself_bitwise_is_held_to_the_bits() -> None:
         certifier.certify(schedule(structure), "bitwise")
 
 
-def test_real_values_outside_the_bound_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_values_outside_the_bound_fail() -> None:
     class Nudged(Faulty):
         def update(self, tables: Any, states: Any, rules: Any, segments: Any) -> None:
             self.inner.update(tables, states, rules, segments)
@@ -334,13 +328,8 @@ def test_real_values_outside_the_bound_fail(monkeypatch: pytest.MonkeyPatch) -> 
     structure = bags_structure(work.model, work.optimizers)
     check_real(structure, schedule(structure), "reassociated", work, batch(0), "reference")
 
-    class Backend:
-        def compile(self, tables: Any, features: Any) -> BagProgram:
-            return Nudged(get_backend("reference").compile(tables, features))
-
-    monkeypatch.setattr(groups, "get_backend", lambda name: Backend())
     with pytest.raises(EquivalenceError, match="rounding bound"):
-        check_real(structure, schedule(structure), "reassociated", work, batch(0), "reference")
+        check_real(structure, schedule(structure), "reassociated", work, batch(0), Planted(Nudged, "reference"))
 
 
 def test_configs_that_differ_in_hints_share_a_certificate() -> None:
