@@ -116,6 +116,7 @@ class Applied:
         model.__dict__[ATTRIBUTE] = self
         if self.runtime is None:
             return
+        self.runtime.graphs.is_attached = True
         self.huge_pages.replace(dict(self._tensors_for_huge_pages(optimizers)))
         for name, forward in self.runtime.forwards.items():
             model.get_submodule(name).forward = forward.forward
@@ -134,6 +135,7 @@ class Applied:
         self._model_hooks, self._optimizer_hooks = [], []
         if self.runtime is None:
             return
+        self.runtime.graphs.is_attached = False
         for name, forward in self.runtime.forwards.items():
             forward.slots.clear()
             model.get_submodule(name).__dict__.pop("forward", None)
@@ -168,6 +170,7 @@ class Applied:
                          f"{ahead}")
             if group.crossing is not None:
                 lines.append(str(group.crossing))
+        lines += runtime.graphs.lines()
         if runtime.dense is not None:
             lines.append(str(runtime.dense))
         outside = [f.name for g in self.schedule.groups if not g.prelude for f in map(self.structure.feature, g.features)]
@@ -180,9 +183,8 @@ class Applied:
         lines += [f"huge pages: {name}: {pages.huge_bytes / 2**20:.0f} of {pages.requested_bytes / 2**20:.0f} MiB"
                   for name, pages in sorted(self.huge_pages.found.items())]
         if not runtime.asides and not runtime.updates:
-            ran = any(prelude.group.calls for prelude in runtime.preludes) or not runtime.preludes
-            lines.append("nothing fell back" if ran else "nothing has run in the plan: no forward yet, or compiled ones, "
-                                                         "which hold torch's own lookups and are not counted")
+            ran = any(prelude.group.calls for prelude in runtime.preludes) or not runtime.preludes or bool(runtime.graphs.groups)
+            lines.append("nothing fell back" if ran else "nothing has run in the plan: no forward yet")
         return "\n".join(lines)
 
 

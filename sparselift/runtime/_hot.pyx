@@ -56,12 +56,13 @@ cdef class Served:
 
 
 # What a lookup means, besides its arguments: attributes of nn.EmbeddingBag and nn.Embedding.
-cdef tuple OPTIONS = ("mode", "padding_idx", "include_last_offset", "sparse", "max_norm", "scale_grad_by_freq")
+OPTIONS = ("mode", "padding_idx", "include_last_offset", "sparse", "max_norm", "scale_grad_by_freq")
+cdef tuple names_of_options = OPTIONS
 
 
 def options_of(module):
     """The options of an embedding module; None for those that it does not have."""
-    return tuple([module.__dict__.get(name) for name in OPTIONS])
+    return tuple([module.__dict__.get(name) for name in names_of_options])
 
 
 cdef class Slots:
@@ -101,8 +102,8 @@ cdef class Slots:
         """Whether the module is still what it was when the plan was applied."""
         cdef dict now = self.module.__dict__
         cdef Py_ssize_t place
-        for place in range(len(OPTIONS)):
-            option = now.get(OPTIONS[place])
+        for place in range(len(names_of_options)):
+            option = now.get(names_of_options[place])
             if option is not self.options[place] and option != self.options[place]:
                 return False
         return True

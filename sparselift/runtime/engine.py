@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -49,9 +49,35 @@ _groups: WeakSet[Any] = WeakSet()
 _here = threading.local()
 
 
+class Run(NamedTuple):
+    """What a backward was asked for."""
+
+    wanted: Wanted | None          # None: no table is among its inputs
+    has_inputs: bool               # whether it is one to some leaves alone
+    creates_graph: bool            # whether its gradients are to be differentiated
+
+
+_USUAL = Run(None, False, False)
+
+
+def _run() -> Run:
+    """Of the backward that runs in this thread."""
+    return getattr(_here, "run", _USUAL)
+
+
 def wanted() -> Wanted | None:
     """Of the backward that runs in this thread; None if it has no table among its inputs."""
-    return getattr(_here, "wanted", None)
+    return _run().wanted
+
+
+def has_inputs() -> bool:
+    """Whether the backward that runs in this thread is one to some leaves alone."""
+    return _run().has_inputs
+
+
+def creates_graph() -> bool:
+    """Whether the gradients of the backward that runs in this thread are to be differentiated."""
+    return _run().creates_graph
 
 
 def watch(group: Group) -> None:
@@ -72,21 +98,22 @@ class _Engine(torch._C._ImperativeEngine):
 
     def run_backward(self, outputs: Any, grads: Any, keep_graph: bool, create_graph: bool,
                      inputs: Sequence[Any] = (), allow_unreachable: bool = False, accumulate_grad: bool = False) -> Any:
-        if inputs:
-            concat.use_as_inputs(inputs)
-            interaction.use_as_inputs(inputs)
-        before, groups = wanted(), _with_tables_of(inputs) if inputs else []
-        if before is None and not groups:
+        before = _run()
+        if before is _USUAL and not inputs and not create_graph:
             return self._inner.run_backward(outputs, grads, keep_graph, create_graph, inputs, allow_unreachable=allow_unreachable,
                                             accumulate_grad=accumulate_grad)
+        concat.use_as_inputs(inputs)
+        interaction.use_as_inputs(inputs)
+        groups = _with_tables_of(inputs) if inputs else []
         if groups and any(isinstance(grad, Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
             raise LiftRefused("is_grads_batched=True for lifted tables: their backward runs in kernels; call sparselift.unapply first")
-        here = _here.wanted = Wanted(inputs, accumulate_grad) if groups else None
+        here = Wanted(inputs, accumulate_grad) if groups else None
+        _here.run = Run(here, bool(inputs), create_graph)
         try:
             found = self._inner.run_backward(outputs, grads, keep_graph, create_graph, (*inputs, *(group.anchor for group in groups)),
                                              allow_unreachable=allow_unreachable or bool(groups), accumulate_grad=accumulate_grad)
         finally:
-            _here.wanted = before
+            _here.run = before
         if here is None or accumulate_grad:
             return found
         return _with_collected(here, inputs, found, allow_unreachable)

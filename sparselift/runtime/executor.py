@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 from torch.nn.parallel import DistributedDataParallel
 
 from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
 from sparselift.kernels.base import DeviceFault, KernelBackend
-from sparselift.runtime._hot import Slots, TableGrad, clear_all, options_of, plain_weights, serve
+from sparselift.runtime._hot import OPTIONS, Slots, TableGrad, clear_all, options_of, plain_weights, serve
 from sparselift.runtime.compiled import CompiledModules
 from sparselift.runtime.groups import LookupGroup, Prepared
+from sparselift.runtime.library import GraphLookups
 from sparselift.runtime.linear import DenseLayers
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
@@ -33,6 +34,8 @@ log = logging.getLogger("sparselift")
 
 _Ends = tuple[list[Slots], list[TableGrad]]     # one slot a feature, one gradient a table
 
+ODD_IDS = "the ids are no int32 or int64 tensor on the CPU"
+ODD_OPTION = "an option of the module (mode, max_norm ...) changed after apply"
 ODD_WEIGHT = "its weight is not a contiguous nn.Parameter of the recorded table, or has hooks"
 
 
@@ -50,6 +53,7 @@ class Runtime:
         self.updates: Counter[tuple[str, str]] = Counter()    # (table, how): steps of its optimizer
         self._make_grads()
         self._slots: list[Slots] | None = None
+        self.graphs = GraphLookups(self)
         self.forwards = {name: _lifted(self, module, [f for f in structure.features if f.module == name])
                          for name, module in modules.items()}
         self.preludes = [Prelude(self, group) for group in schedule.groups if group.prelude]
@@ -181,13 +185,14 @@ class LiftedForward:
         self.options = options_of(module)
         self.slots = Slots(module, self.options)
         self.alone: dict[tuple[str, bool], LookupGroup] = {}  # by form and whether weighted
+        self.parameter: nn.Parameter | None = None            # that compiled graphs look up in
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("slots", "alone")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("slots", "alone", "parameter")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.slots, self.alone = Slots(self.module, self.options), {}
+        self.slots, self.alone, self.parameter = Slots(self.module, self.options), {}, None
 
     def by_itself(self, form: str, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
         """One fused lookup of this module alone, or None where only torch's forward means what it should."""
@@ -195,10 +200,10 @@ class LiftedForward:
         if is_compiling() or _transforming():                 # torch.export, without dynamo
             return None
         if not isinstance(ids, Tensor) or not ids.is_cpu or ids.dtype not in (torch.int64, torch.int32):
-            runtime.aside(feature.name, "torch's forward ran: the ids are no int32 or int64 tensor on the CPU")
+            runtime.aside(feature.name, f"torch's forward ran: {ODD_IDS}")
             return None
         if not self.slots.has_its_options():
-            runtime.aside(feature.name, "torch's forward ran: an option of the module (mode, max_norm ...) changed after apply")
+            runtime.aside(feature.name, f"torch's forward ran: {ODD_OPTION}")
             return None
         table = runtime.tables[feature.table]
         weights = plain_weights([runtime.owners[table.name]])
@@ -215,6 +220,47 @@ class LiftedForward:
         return self.alone[key].run(weights, [runtime.grads[feature.table]], [ids], [offsets], [sample_weights])[0]
 
 
+    def in_graph(self, form: str | None, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
+        """A node of a graph that torch.compile makes, or None where torch's own forward is what it should hold. Runs under its tracer, so
+        that whatever is asked here is asked again before the graph runs.
+        """
+        runtime, feature, weight = self.runtime, self.features[0], self.module.weight
+        table = runtime.tables[feature.table]
+        if form is None or is_exporting():
+            return None
+        why = ""
+        if not self._enter() or weight is not self.parameter or weight.dtype != torch.float32 \
+                or weight.shape != (table.rows, table.dim) or weight.device.type != "cpu" or not weight.is_contiguous():
+            why = ODD_WEIGHT
+        elif any(getattr(self.module, name, None) != value for name, value in zip(OPTIONS, self.options)):
+            why = ODD_OPTION
+        elif feature.pooling == "max":
+            why = "the backward of maxima needs what their forward noted"
+        elif ids.dtype not in (torch.int64, torch.int32) or ids.device.type != "cpu":
+            why = ODD_IDS
+        if why:
+            self._leave(why)
+            return None
+        found: list[Tensor] = torch.ops.sparselift.planned_lookup(
+            [weight], [ids], [offsets] if form == "offsets" else [], [] if sample_weights is None else [sample_weights],
+            [feature.name], [form], [sample_weights is not None], runtime.graphs.name)
+        return found[0]
+
+    def _enter(self) -> bool:
+        """Whether a graph may hold the lookup: asked once a graph, by its tracer."""
+        if torch._C._are_functorch_transforms_active():
+            return False
+        self.parameter = self.runtime.graphs.enter(self.features[0].table)
+        return self.parameter is not None
+
+    def _leave(self, why: str) -> None:
+        """Count a graph that holds torch's own lookup."""
+        self.runtime.aside(self.features[0].name, f"a compiled graph has torch's own lookup: {why}")
+
+    # torch.compiler.assume_constant_result, which would load the compiler: its tracer calls these instead of following them.
+    _enter._dynamo_marked_constant = _leave._dynamo_marked_constant = True       # type: ignore[attr-defined]
+
+
 class LiftedBag(LiftedForward):
     """For nn.EmbeddingBag."""
 
@@ -223,7 +269,8 @@ class LiftedBag(LiftedForward):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """As torch.nn.EmbeddingBag.forward."""
         if is_dynamo_compiling():
-            return type(self.module).forward(self.module, input, offsets, per_sample_weights)
+            output = self.in_graph(_bag_form(self.module, input, offsets, per_sample_weights), input, offsets, per_sample_weights)
+            return type(self.module).forward(self.module, input, offsets, per_sample_weights) if output is None else output
         output = self.slots.take(input, offsets, per_sample_weights)
         if output is not None:
             return output
@@ -233,13 +280,8 @@ class LiftedBag(LiftedForward):
         return type(self.module).forward(self.module, input, offsets, per_sample_weights) if output is None else output
 
     def _form(self, ids: Any, offsets: Any, sample_weights: Any) -> str | None:
-        """How the ids make bags; None for a call that torch's forward refuses."""
-        form = None
-        if isinstance(ids, Tensor) and (sample_weights is None or self.module.mode == "sum"):
-            if ids.dim() == 2 and offsets is None and not self.module.include_last_offset:
-                form = "matrix"
-            elif ids.dim() == 1 and isinstance(offsets, Tensor):
-                form = "offsets"
+        """How the ids make bags; None, counted, for a call that torch's forward refuses."""
+        form = _bag_form(self.module, ids, offsets, sample_weights)
         if form is None:
             self.runtime.aside(self.features[0].name, "torch's forward ran: a call that it refuses")
         return form
@@ -253,11 +295,22 @@ class LiftedEmbedding(LiftedForward):
     def forward(self, input: Tensor) -> Tensor:
         """As torch.nn.Embedding.forward."""
         if is_dynamo_compiling():
-            return type(self.module).forward(self.module, input)
+            output = self.in_graph("ids", input, None, None)
+            return type(self.module).forward(self.module, input) if output is None else output
         output = self.slots.take(input, None, None)
         if output is None:
             output = self.by_itself("ids", input, None, None)
         return type(self.module).forward(self.module, input) if output is None else output
+
+
+def _bag_form(module: nn.EmbeddingBag, ids: Any, offsets: Any, sample_weights: Any) -> str | None:
+    """How the ids make bags; None for a call that torch's forward refuses."""
+    if isinstance(ids, Tensor) and (sample_weights is None or module.mode == "sum"):
+        if ids.dim() == 2 and offsets is None and not module.include_last_offset:
+            return "matrix"
+        if ids.dim() == 1 and isinstance(offsets, Tensor):
+            return "offsets"
+    return None
 
 
 def _transforming() -> bool:

@@ -261,18 +261,9 @@ class LookupCall:
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""
-        group, grad, wanted = self.group, self._arranged(grads), engine.wanted()
-        if wanted is not None or torch._C._will_engine_execute_node(group.anchor_node):    # else tables are none of the inputs
-            places = self._reached(grad)
-            arrival = Arrival(group.program, Segment.arrived(self.batch, grad), group.place, group.owners,
-                              torch._C._current_graph_task_id())
-            if wanted is not None:
-                places = [place for place in places if id(self.weights[place]) in wanted.weights]
-            if wanted is None or wanted.keeps:
-                accumulate(places, self.weights, self.grads, arrival, self.hooks != RemovableHandle.next_id)
-            else:
-                for place in places:
-                    wanted.collect(self.weights[place], self.grads[place].alone(arrival))
+        group, grad = self.group, self._arranged(grads)
+        if engine.wanted() is not None or torch._C._will_engine_execute_node(group.anchor_node):    # else tables are none of the inputs
+            deliver(group, self.batch, grad, self._reached(grad), self.weights, self.grads, self.hooks != RemovableHandle.next_id)
         weight_grads = [self._sample_weight_grad(f, grad) for f in self.weighted]
         if self.uses is not None:
             self.uses.reached.clear()          # a graph that is kept may be run again, from another loss
@@ -315,6 +306,20 @@ class LookupCall:
                                "and its backward, which needs the rows that were looked up")
         flat = self.group.program.weight_grad(self.weights, self.batch, feature, own)
         return flat.view(self.shapes[feature]) if self.shapes else flat
+
+
+def deliver(group: LookupGroup, batch: IndexBatch, grad: Tensor | Sequence[Tensor | None], places: Sequence[int], weights: Sequence[Tensor],
+            tables: Sequence[TableGrad], may_be_watched: bool) -> None:
+    """Leave what arrived at the outputs of a batch with the tables at `places`, in `.grad`, or with the backward that asks for it."""
+    wanted = engine.wanted()
+    arrival = Arrival(group.program, Segment.arrived(batch, grad), group.place, group.owners, torch._C._current_graph_task_id())
+    if wanted is not None:
+        places = [place for place in places if id(weights[place]) in wanted.weights]
+    if wanted is None or wanted.keeps:
+        accumulate(places, weights, tables, arrival, may_be_watched)
+    else:
+        for place in places:
+            wanted.collect(weights[place], tables[place].alone(arrival))
 
 
 def _bag_length(feature: Feature, ids: Tensor) -> int:

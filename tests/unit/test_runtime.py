@@ -476,18 +476,6 @@ def test_copies_and_pickles_train_alone(backend: str) -> None:
     pair.check(exact=True)
 
 
-def test_compiled_model_runs_torchs_forward() -> None:
-    pair = Pair()
-    compiled = torch.compile(pair.lifted, backend="eager")
-    for seed in range(2):
-        compiled(*batch(seed)).pow(2).mean().backward()
-        pair.lifted_opt.step()
-        pair.lifted_opt.zero_grad()
-        step(pair.native, pair.native_opt, seed)
-    pair.check()
-    assert "torch's own lookups" in pair.applied.explain() and "nothing fell back" not in pair.applied.explain()
-
-
 def test_threads_that_train_one_model_take_turns() -> None:
     pair = Pair(backend="cpu", concat=False)
     before = copy.deepcopy(pair.lifted.state_dict())
