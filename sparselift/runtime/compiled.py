@@ -73,13 +73,13 @@ class CompiledForward(OwnForward):
         why = program.refusal or _obstacle(module, args, kwargs)
         if not why:
             try:
-                found = program(module, args, kwargs)
+                found = program(module, args, kwargs)      # what the graph itself raises is for the caller
                 self.owner.calls += 1
                 return found
-            except Exception as error:                                 # of the compiler or of the module
-                failure = error
-            found = type(module).forward(module, *args, **kwargs)      # raises what the module raises
-            why = program.refusal = f"torch.compile: {_first_line(failure)}"
+            except _NotCompiled as refusal:
+                why = str(refusal)
+            found = type(module).forward(module, *args, **kwargs)      # raises what the module raises, which is no refusal
+            program.refusal = why
         else:
             found = type(module).forward(module, *args, **kwargs)
         self.owner.report(self.path, f"it ran uncompiled: {why}")
@@ -105,24 +105,45 @@ class _Program:
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module's graph. Raises what that raises, and _NotCompiled where the compiler makes none."""
+        if self._run is None:
+            try:
+                self._run = self._compiled()
+            except Exception as error:
+                raise _NotCompiled(error) from error
         _clock.watch()
         before_s = _clock.total_s
         try:
-            # The backward's graph is made now, too: what it cannot compile is refused here, where the module itself can still run.
-            with graph_config.patch(force_non_lazy_backward_lowering=True):
-                return self.run(module, *args, **kwargs)
+            return self._run(module, *args, **kwargs)
+        except Exception as error:
+            from torch._dynamo.exc import TorchDynamoException  # loaded by now
+            if isinstance(error, TorchDynamoException):
+                raise _NotCompiled(error) from error
+            raise
         finally:
             self.compile_s += _clock.total_s - before_s
 
-    @property
-    def run(self) -> Callable[..., Any]:
-        if self._run is None:
-            # The compiler limits the graphs of a code object, which all modules of a class would share.
-            code = _run_module.__code__.replace(co_name=f"run_module_{next(_numbers)}")
-            own = FunctionType(code, _run_module.__globals__, code.co_name)
-            # One graph for all batch sizes; torch's own random numbers, so that dropout has the bits that it has in eager code.
-            self._run = torch.compile(own, fullgraph=True, dynamic=True, options={"fallback_random": True})
-        return self._run
+    @staticmethod
+    def _compiled() -> Callable[..., Any]:
+        # The compiler limits the graphs of a code object, which all modules of a class would share.
+        code = _run_module.__code__.replace(co_name=f"run_module_{next(_numbers)}")
+        own = FunctionType(code, _run_module.__globals__, code.co_name)
+        return torch.compile(own, fullgraph=True, dynamic=True, backend=_inductor)      # one graph for all batch sizes
+
+
+class _NotCompiled(Exception):
+    """The compiler's error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"torch.compile: {_first_line(error)}")
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """torch's compiler."""
+    from torch._inductor.compile_fx import compile_fx
+    # The backward's graph is made now, too: what it cannot compile is refused here, where the module itself can still run.
+    with graph_config.patch(force_non_lazy_backward_lowering=True):
+        return compile_fx(graph, inputs, config_patches={"fallback_random": True})      # dropout has the bits that it has in eager code
 
 
 def _run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from sparselift.measure import Comparison
 from sparselift.plan import Interval, compare, default_plan
 from sparselift.progress import Progress
 from sparselift.rewrites.compile_dense import CompileDense
+from sparselift.runtime import compiled
 from sparselift.runtime.compiled import CompiledModules, compile_seconds
 from sparselift.space import SearchSpace, setup_s
 from sparselift.tuning import tune
@@ -167,6 +168,30 @@ def test_a_compiler_that_fails_leaves_the_module_to_torch(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", no_compiler)
     assert_alike(gradients(model, batch()), gradients(native, batch()))
     assert "stepped aside: mlp: it ran uncompiled: torch.compile: RuntimeError: the compiler was called: 1 times" in sl.explain(model)
+
+
+def test_an_error_of_a_graph_is_the_callers_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a bad id is. The module does not run a second time, and a call that compiles nothing leaves the compiler's settings alone."""
+    errors = [IndexError("feature a: id 20 at position 3")]
+
+    def failing_once(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return function(*args)
+        return run
+
+    native, model = pair()
+    monkeypatch.setattr(torch, "compile", failing_once)
+    monkeypatch.setattr(compiled, "graph_config", None)
+    heard: list[int] = []
+    monkeypatch.setattr(nn.Sequential, "forward", lambda module, input: heard.append(1))
+    with pytest.raises(IndexError, match="id 20"):
+        model(*batch())
+    monkeypatch.undo()
+    assert not heard and not modules_of(model).refusals
+    assert_alike(gradients(model, batch()), gradients(native, batch()))
+    assert modules_of(model).calls == 1
 
 
 def test_a_model_whose_module_has_another_forward_runs_the_plan() -> None:
