@@ -29,6 +29,7 @@ from sparselift.kernels.base import IndexBatch
 from sparselift.runtime import engine
 from sparselift.runtime._hot import Inputs, TableGrad, plain_weights
 from sparselift.runtime.groups import LookupGroup, Prepared, deliver
+from sparselift.schedule import Schedule
 
 _INPUTS = "Tensor[] indices, Tensor[] offsets, Tensor[] sample_weights, str[] features, str[] forms, bool[] weighted, str plan"
 
@@ -52,6 +53,7 @@ class Runtime(Protocol):
     """What is needed of a plan's runtime."""
 
     structure: Structure
+    schedule: Schedule
     tables: dict[str, Table]
     owners: dict[str, nn.Module]
     grads: dict[str, TableGrad]
@@ -107,6 +109,16 @@ class GraphLookups:
             with torch.inference_mode(False), torch.enable_grad():
                 self._nodes[table] = get_gradient_edge(parameter).node
         return parameter
+
+    def recorded(self, feature: str, call: int) -> tuple[str, int] | None:
+        """What the plan knows the call, counted from 0, of a feature's module as: a feature, and the number of the schedule's group that
+        it is looked up with. None for one that it does not have, or that is looked up by itself.
+        """
+        structure = self.runtime.structure
+        calls = [each.name for each in structure.features if each.module == structure.feature(feature).module]
+        groups = [number for number, group in enumerate(self.runtime.schedule.groups) if group.prelude and calls[call:]
+                  and calls[call] in group.features]
+        return (calls[call], groups[0]) if groups else None
 
     def features(self, lookups: Lookups) -> list[Feature]:
         """As this call has them."""

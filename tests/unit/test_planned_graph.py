@@ -15,6 +15,7 @@ from torch.func import functional_call
 import sparselift as sl
 from sparselift.errors import LiftRefused
 from sparselift.grad import PendingGrad
+from sparselift.runtime.merging import merge_lookups
 from tests.unit.runtime_models import assert_same
 
 ROWS, DIM = 20, 4
@@ -105,6 +106,74 @@ def test_every_lookup_is_a_node_of_the_one_graph() -> None:
     assert graphs.lookups() == [torch.ops.sparselift.planned_lookup] * 3
     said = sl.explain(planned.model)
     assert "in compiled graphs: 1 lookups over 1 tables in one node (rows): 6 times" in said and "nothing fell back" in said
+
+
+def planned_nodes(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [node for node in graph.graph.nodes if node.target is torch.ops.sparselift.planned_lookup]
+
+
+class Merged(Graphs):
+    """One that merges lookups first."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        merge_lookups(graph)
+        return super().__call__(graph, inputs)
+
+
+class Shared(nn.Module):
+    """A table that two features read, one a view that is made late, one a frozen one, and one that is computed from a lookup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.frozen = (nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(4))
+        self.frozen.weight.requires_grad_(False)
+        self.b.weight = self.a.weight
+
+    def forward(self, offsets: Tensor, indices: Tensor, matrix: Tensor, factors: Tensor) -> Tensor:
+        a = self.a(indices, offsets)
+        b = self.b(matrix[:, 1:])
+        frozen = self.frozen(matrix)
+        c = self.c((a.detach().abs().sum(1, keepdim=True) * 5).long().remainder(ROWS))
+        return torch.cat([a, b, c, frozen], dim=1) + self.a(matrix).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("model", "nodes"), [(Net, [2, 1]), (Shared, [2, 1, 1, 1])])
+def test_grouped_lookups_are_merged(model: Callable[[], nn.Module], nodes: list[int]) -> None:
+    graphs = Merged()
+    sides(lambda side: [side.backward(9, compiled=False), side.step(), train(side)], graphs, model())      # tables that were written to
+    graph, = graphs.found
+    assert [len(node.args[0]) for node in planned_nodes(graph)] == nodes
+
+
+class Writing(nn.Module):
+    """Changes a table between two lookups, some time after it was lifted."""
+
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(2))
+
+    def forward(self, offsets: Tensor, indices: Tensor, matrix: Tensor, factors: Tensor) -> Tensor:
+        a = self.a(matrix)
+        if self.writes:
+            with torch.no_grad():
+                self.b.weight.mul_(0.5)
+        return torch.cat([a, self.b(matrix)], dim=1)
+
+
+def test_a_lookup_of_what_is_written_to_stays_where_it_is() -> None:
+    graphs = Merged()
+
+    def loop(side: Side) -> None:
+        for writes in (False, True):
+            side.model.writes = writes
+            train(side)
+
+    sides(loop, graphs, Writing())
+    assert [len(graph) for graph in map(planned_nodes, graphs.found)] == [1, 2]
 
 
 def mixed(side: Side) -> None:
