@@ -53,7 +53,7 @@ class Schedule:
     groups: tuple[GroupSchedule, ...] = ()
     tables: dict[str, TableSchedule] | None = None
     linear: str = "native"         # or another choice of rewrites.linear: what runs the dense part's linear layers
-    compile: str = "eager"         # or "inductor": what runs the modules without lookups
+    compile: str = "eager"         # or "inductor": what runs the modules without lookups; "inductor_graph": the whole forward
     shape: KernelShape = AUTO_SHAPE  # of all calls; tables have their own bags_per_group and vector_bytes
 
     @property

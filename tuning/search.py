@@ -187,10 +187,10 @@ class _Search:
 
     def _has_to_wait(self, params: Mapping[str, Any], timeout: float | None) -> bool:
         """Whether setting a config up would take too much of the search's time, or longer than what is left."""
-        if timeout is None or self.judge.compile_s:              # what is compiled serves the configs after it
+        if timeout is None:
             return False
         left_s = timeout - (time.perf_counter() - self.begin_s) - _LAST_TRIALS * self.trials_s / max(self.finished, 1)
-        return self._setup_s(params) > min(_SETUP_SHARE * timeout, left_s)
+        return self._setup_s(params) > min(_SETUP_SHARE * timeout, max(left_s, 0.0))
 
     def _too_long_to_set_up(self, timeout: float | None) -> list[str]:
         """The seeds that wait, and from which timeout on they would not."""
@@ -199,7 +199,8 @@ class _Search:
                 for label, params in self.seeds if self._has_to_wait(params, timeout)]
 
     def _setup_s(self, params: Mapping[str, Any]) -> float:
-        return setup_s(self.space.graph.structure, self.space.from_params(params))
+        """Of what is still to set up: some of it serves the configs after it."""
+        return setup_s(self.space.graph.structure, self.space.from_params(params), first=not self.judge.compile_s)
 
     def _report(self, trial: StudyTrial, _: StudyResult) -> None:
         self.judge.recall([trial])

@@ -124,7 +124,7 @@ def _times(plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"{name} step", f"{ms.value:.4g} ms [{ms.low:.4g}, {ms.high:.4g}]"
     if evidence.speedup is not None:
         yield "speed-up", f"{evidence.speedup.value:.3f}x [{evidence.speedup.low:.3f}, {evidence.speedup.high:.3f}] over native"
-    if plan.config.policy.get("compile") == "inductor" and evidence.overhead.get("compile_s"):
+    if plan.config.policy.get("compile", "eager") != "eager" and evidence.overhead.get("compile_s"):
         yield "compiling", f"{evidence.overhead['compile_s']:.0f} s in the search; about as much in every process, before its first step"
     if evidence.trials:
         states = [trial.state for trial in evidence.trials]

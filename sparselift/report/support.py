@@ -62,7 +62,8 @@ does not take run in torch one by one, and `sparselift.explain(model)` counts th
 ## Compiled modules under a plan
 
 With `compile=inductor` the largest modules without lookups are compiled for training, but for these, which `graph.explain()` names. Calls
-that a graph is not made for (evaluations, fewer than 2 rows, autocast, transforms, checkpointing, hooks) run in torch one by one:
+that a graph is not made for (evaluations, fewer than 2 rows, autocast, transforms, checkpointing, hooks) run in torch one by one. With
+`compile=inductor_graph` it is the whole forward, and such calls run in the plan, uncompiled:
 
 | not compiled | reason |
 |---|---|

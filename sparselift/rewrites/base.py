@@ -124,8 +124,10 @@ class Rewrite(ABC):
         """Memory that these choices hold beyond weights, optimizer state, ids and pooled rows."""
         return 0
 
-    def setup_s(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> float:
-        """Seconds, about, that these choices take in every process before their first step, once for all configs that share them."""
+    def setup_s(self, structure: Structure, site: Site, knobs: Mapping[str, Value], first: bool) -> float:
+        """Seconds, about, that these choices take in every process before their first step. `first`: of all configs there; others may
+        share what it has set up.
+        """
         return 0.0
 
     def applied(self, knobs: Mapping[str, Value]) -> bool:

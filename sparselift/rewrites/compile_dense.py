@@ -1,4 +1,4 @@
-"""The modules without lookups are compiled by torch's own compiler."""
+"""The modules without lookups, or the whole forward, are compiled by torch's own compiler."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ class CompileDense(Rewrite):
     """torch runs activations, normalisation, dropout and the sums of biases one after the other, each from memory to memory.
 
     A compiled graph fuses them; its matrix products are torch's. None of it is the sparse path's: what it gains is reported by its own
-    knob.
+    knob. A graph of the whole forward has the lookups as nodes, grouped as the schedule groups them, and fuses what lies between modules,
+    for which it gives up their concatenation in place and the interaction's kernel.
     """
 
     name = "compile_dense"
-    summary = "compile the modules without lookups with torch.compile, a graph each"
+    summary = "compile the modules without lookups with torch.compile, a graph each, or the whole forward as one, lookups included"
     scope = "policy"
     equivalence_note = "reassociated"
     devices = ("cpu",)
-    knobs = (Knob("compile", ("eager", "inductor"), "eager", "whose kernels run the modules without lookups in training",
+    knobs = (Knob("compile", ("eager", "inductor", "inductor_graph"), "eager",
+                  "whose kernels run the modules without lookups in training, or all that is no lookup",
                   requires=(("linear", ("native",)),)),)
 
     def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
@@ -43,8 +45,11 @@ class CompileDense(Rewrite):
     def prefer(self, graph: Graph, site: Site) -> dict[str, Value]:
         return {"compile": "eager"}          # a gain that only measuring tells, for seconds that every training run pays
 
-    def setup_s(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> float:
-        return _START_S + _MODULE_S * len(structure.dense_modules) if self.applied(knobs) else 0.0
+    def setup_s(self, structure: Structure, site: Site, knobs: Mapping[str, Value], first: bool) -> float:
+        modules_s, start_s = _MODULE_S * len(structure.dense_modules), _START_S if first else 0.0
+        if knobs["compile"] == "inductor_graph":               # a graph with lookups is its config's alone
+            return start_s + _MODULE_S + modules_s
+        return start_s + modules_s if self.applied(knobs) and first else 0.0
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return tuple(node for node in graph.nodes if node.op in ("dense", "dense_backward")) if graph.structure.dense_modules else ()

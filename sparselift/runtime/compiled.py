@@ -1,7 +1,8 @@
-"""Modules without lookups in torch.compile, each as one graph, in training.
+"""Modules in torch.compile, each as one graph, in training: those without lookups, or the whole model, with its lookups as nodes.
 
-A module's own forward is replaced. What it compiles to belongs to the module, not to a plan: a search that switches between plans compiles
-once. Every call is checked; whatever the graph was not made for runs as torch runs it, and is counted.
+A module's own forward is replaced. What a module without lookups compiles to belongs to it, not to a plan: a search that switches between
+plans compiles once. A graph with lookups belongs to its plan. Every call is checked; whatever the graph was not made for runs as torch
+runs it, and is counted.
 """
 
 from __future__ import annotations
@@ -17,20 +18,45 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as graph_config
 from torch.compiler import is_dynamo_compiling
+from torch.fx import GraphModule
 from torch.nn import Parameter
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_leaves
 
 from sparselift.functional.interaction import is_lowered
 from sparselift.ir import Structure
 from sparselift.lift.dense_modules import has_hooks
 from sparselift.ops import nobody_watches
-from sparselift.runtime.dense import OwnForward, OwnForwards, plain_modules
+from sparselift.runtime.dense import OwnForward, OwnForwards, is_free, plain_modules
+from sparselift.runtime.merging import merge_lookups
 
+_MODEL = "the model"
 _FEWEST_ROWS = 2                   # of an input: the compiler makes graphs of their own for none and one
 
 
-class CompiledModules(OwnForwards["CompiledForward"]):
-    """Those of one model."""
+class Compiled(OwnForwards["CompiledForward"]):
+    """Modules of one model that are compiled."""
+
+    knob: str                  # its value
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """By path, why the compiler does not take a module."""
+        return {path: reason for path, own in self.forwards.items() if (reason := own.program.refusal)}
+
+    def uncompiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's forward as its class has it."""
+        return type(module).forward(module, *args, **kwargs)
+
+    @property
+    def compile_s(self) -> float:
+        return sum(own.program.compile_s for own in self.forwards.values())
+
+
+class CompiledModules(Compiled):
+    """Those without lookups."""
+
+    knob = "inductor"
 
     def __init__(self, structure: Structure, model: nn.Module, report: Callable[[str, str], None]) -> None:
         super().__init__(report)
@@ -41,48 +67,68 @@ class CompiledModules(OwnForwards["CompiledForward"]):
             else:
                 report(path, "it is not in the model any more, or its forward has been replaced")
 
-    @property
-    def refusals(self) -> dict[str, str]:
-        """By path, why the compiler does not take a module."""
-        return {path: reason for path, own in self.forwards.items() if (reason := own.program.refusal)}
+    def __str__(self) -> str:
+        return (f"dense part, no part of the sparse path's gains: {len(self.forwards) - len(self.refusals)} modules "
+                f"({', '.join(self.forwards)}) compiled in {self.compile_s:.1f} s: {self.calls} calls")
+
+
+class CompiledModel(Compiled):
+    """The whole model.
+
+    `prelude` makes the lookups of a forward that is not compiled, from its arguments.
+    """
+
+    knob = "inductor_graph"
+
+    def __init__(self, model: nn.Module, prelude: Callable[[Any, Any], None], report: Callable[[str, str], None]) -> None:
+        super().__init__(report)
+        self.prelude = prelude
+        if is_free(model):
+            self.forwards[_MODEL] = CompiledForward(self, _MODEL, model)
+        else:
+            report(_MODEL, "its forward has been replaced")
+
+    def uncompiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.prelude(args, kwargs)
+        return super().uncompiled(module, args, kwargs)
 
     def __str__(self) -> str:
-        seconds = sum(own.program.compile_s for own in self.forwards.values())
-        return (f"dense part, no part of the sparse path's gains: {len(self.forwards) - len(self.refusals)} modules "
-                f"({', '.join(self.forwards)}) compiled in {seconds:.1f} s: {self.calls} calls")
+        return f"the model, lookups and dense part in one graph: compiled in {self.compile_s:.1f} s: {self.calls} calls"
 
 
 class CompiledForward(OwnForward):
     """The forward of a module that is compiled on its first call in training."""
 
-    def __init__(self, owner: CompiledModules, path: str, module: nn.Module) -> None:
+    def __init__(self, owner: Compiled, path: str, module: nn.Module) -> None:
         self.owner, self.path, self.module = owner, path, module
 
     @property
     def program(self) -> _Program:
-        found = _programs.get(self.module)
+        whole = isinstance(self.owner, CompiledModel)
+        key = self if whole else self.module
+        found = _programs.get(key)
         if found is None:
-            found = _programs[self.module] = _Program()
+            found = _programs[key] = _Program(_with_lookups if whole else _inductor)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's class has it."""
-        module, program = self.module, self.program
+        module, owner, program = self.module, self.owner, self.program
         if not torch.is_grad_enabled() or not module.training or is_dynamo_compiling():      # a graph is for training
-            return type(module).forward(module, *args, **kwargs)
+            return owner.uncompiled(module, args, kwargs)
         why = program.refusal or _obstacle(module, args, kwargs)
         if not why:
             try:
                 found = program(module, args, kwargs)      # what the graph itself raises is for the caller
-                self.owner.calls += 1
+                owner.calls += 1
                 return found
             except _NotCompiled as refusal:
                 why = str(refusal)
-            found = type(module).forward(module, *args, **kwargs)      # raises what the module raises, which is no refusal
+            found = owner.uncompiled(module, args, kwargs)      # raises what the module raises, which is no refusal
             program.refusal = why
         else:
-            found = type(module).forward(module, *args, **kwargs)
-        self.owner.report(self.path, f"it ran uncompiled: {why}")
+            found = owner.uncompiled(module, args, kwargs)
+        owner.report(self.path, f"it ran uncompiled: {why}")
         return found
 
 
@@ -100,8 +146,8 @@ class _Program:
     compile_s  seconds that compiling took, for all its graphs
     """
 
-    def __init__(self) -> None:
-        self.refusal, self.compile_s = "", 0.0
+    def __init__(self, backend: Callable[[GraphModule, Any], Any]) -> None:
+        self.refusal, self.compile_s, self._backend = "", 0.0, backend
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -123,12 +169,11 @@ class _Program:
         finally:
             self.compile_s += _clock.total_s - before_s
 
-    @staticmethod
-    def _compiled() -> Callable[..., Any]:
+    def _compiled(self) -> Callable[..., Any]:
         # The compiler limits the graphs of a code object, which all modules of a class would share.
         code = _run_module.__code__.replace(co_name=f"run_module_{next(_numbers)}")
         own = FunctionType(code, _run_module.__globals__, code.co_name)
-        return torch.compile(own, fullgraph=True, dynamic=True, backend=_inductor)      # one graph for all batch sizes
+        return torch.compile(own, fullgraph=True, dynamic=True, backend=self._backend)      # one graph for all batch sizes
 
 
 class _NotCompiled(Exception):
@@ -138,7 +183,12 @@ class _NotCompiled(Exception):
         super().__init__(f"torch.compile: {_first_line(error)}")
 
 
-def _inductor(graph: Any, inputs: Any) -> Any:
+def _with_lookups(graph: GraphModule, inputs: Any) -> Any:
+    merge_lookups(graph)
+    return _inductor(graph, inputs)
+
+
+def _inductor(graph: GraphModule, inputs: Any) -> Any:
     """torch's compiler."""
     from torch._inductor.compile_fx import compile_fx
     # The backward's graph is made now, too: what it cannot compile is refused here, where the module itself can still run.
@@ -151,7 +201,7 @@ def _run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 _numbers = itertools.count()
-_programs: WeakKeyDictionary[nn.Module, _Program] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[object, _Program] = WeakKeyDictionary()
 
 
 class _Clock:
@@ -178,7 +228,7 @@ _clock = _Clock()
 
 
 def _obstacle(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    for given in (*args, *kwargs.values()):
+    for given in tree_leaves((args, kwargs)):
         if isinstance(given, Tensor):
             if type(given) not in (Tensor, Parameter) or not given.is_cpu or given.layout is not torch.strided:
                 return "an input is no plain tensor on the CPU"

@@ -24,7 +24,7 @@ from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
 from sparselift.kernels.base import DeviceFault, KernelBackend
 from sparselift.runtime._hot import OPTIONS, Slots, TableGrad, clear_all, options_of, plain_weights, serve
-from sparselift.runtime.compiled import CompiledModules
+from sparselift.runtime.compiled import CompiledModel, CompiledModules
 from sparselift.runtime.groups import LookupGroup, Prepared
 from sparselift.runtime.library import GraphLookups
 from sparselift.runtime.linear import DenseLayers
@@ -57,8 +57,10 @@ class Runtime:
         self.forwards = {name: _lifted(self, module, [f for f in structure.features if f.module == name])
                          for name, module in modules.items()}
         self.preludes = [Prelude(self, group) for group in schedule.groups if group.prelude]
-        self.dense: CompiledModules | DenseLayers | None = None
-        if schedule.compile == "inductor":
+        self.dense: CompiledModel | CompiledModules | DenseLayers | None = None
+        if schedule.compile == CompiledModel.knob:
+            self.dense = CompiledModel(model, self.run_preludes, self.aside)
+        elif schedule.compile == CompiledModules.knob:
             self.dense = CompiledModules(structure, model, self.aside)
         elif schedule.linear != "native":
             self.dense = DenseLayers(structure, model, schedule.linear, self.aside)
@@ -91,6 +93,11 @@ class Runtime:
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise LiftRefused("forward: the model is wrapped in DistributedDataParallel, which expects torch's own gradients of the "
                               "tables; call sparselift.unapply first")
+        if not isinstance(self.dense, CompiledModel):           # whose graph has its own lookups
+            self.run_preludes(args, kwargs)
+
+    def run_preludes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look up what the arguments of the root forward tell."""
         if not is_compiling() and not _transforming():
             for prelude in self.preludes:
                 prelude.run(args, kwargs)

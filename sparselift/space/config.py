@@ -118,11 +118,14 @@ def lookup_equivalence(structure: Structure) -> tuple[str, str]:
     return "bitwise", ""
 
 
-def setup_s(structure: Structure, config: Config) -> float:
-    """Seconds, about, that a process spends on a config before its first step, of the rewrites that know of any."""
+def setup_s(structure: Structure, config: Config, first: bool = True) -> float:
+    """Seconds, about, that a process spends on a config before its first step, of the rewrites that know of any. `first`: none before it
+    has spent them.
+    """
     if config.path == "native":
         return 0.0
-    return sum(rewrite.setup_s(structure, site, config.knobs_at(site.name)) for site in config.sites for rewrite in rewrites_at(site))
+    return sum(rewrite.setup_s(structure, site, config.knobs_at(site.name), first)
+               for site in config.sites for rewrite in rewrites_at(site))
 
 
 def memory_bytes(graph: Graph, config: Config) -> dict[str, int]:

@@ -12,7 +12,7 @@ from sparselift.errors import EquivalenceError, LiftRefused
 from sparselift.ir import Structure
 from sparselift.kernels.base import KernelBackend
 from sparselift.preserve import preserve
-from sparselift.runtime.compiled import CompiledModules
+from sparselift.runtime.compiled import Compiled
 from sparselift.schedule import Schedule
 from sparselift.workload import Workload
 
@@ -40,12 +40,12 @@ def check_gradients(structure: Structure, schedule: Schedule, work: Workload, ba
 
 def _require_compiled(applied: Applied) -> None:
     dense = applied.runtime.dense if applied.runtime is not None else None
-    if not isinstance(dense, CompiledModules):
+    if not isinstance(dense, Compiled):
         return
     if dense.refusals:
-        raise LiftRefused("compile='inductor': " + "; ".join(f"{path}: {why}" for path, why in dense.refusals.items()))
+        raise LiftRefused(f"compile={dense.knob!r}: " + "; ".join(f"{path}: {why}" for path, why in dense.refusals.items()))
     if not dense.calls:
-        raise LiftRefused(f"compile='inductor': none of {', '.join(dense.forwards)} is called in training")
+        raise LiftRefused(f"compile={dense.knob!r}: none of {', '.join(dense.forwards)} is called in training")
 
 
 def _gradients(work: Workload, batch: Any, applied: Applied | None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -142,8 +142,11 @@ def test_it_is_off_by_default_and_one_of_the_choices() -> None:
     config = dict(space.toggles())["compile=inductor"]
     assert setup_s(graph.structure, config) > 5 and setup_s(graph.structure, space.default) == setup_s(graph.structure, space.native) == 0
     assert space.default.policy["linear"] == "native"
+    assert setup_s(graph.structure, config, first=False) == 0.0
+    whole = SearchSpace(graph, sl.Constraints(pin={"compile": "inductor_graph"})).default
+    assert setup_s(graph.structure, whole) > setup_s(graph.structure, whole, first=False) > 5
     library = dict(SearchSpace(graph, sl.Constraints(pin={"linear": "onednn"})).toggles())
-    assert "compile=inductor" not in library            # whose layers it would take away
+    assert not {"compile=inductor", "compile=inductor_graph"} & set(library)            # whose layers it would take away
     assert default_plan(graph, PIN).equivalence == "reassociated"
 
 
@@ -348,8 +351,12 @@ def test_a_right_one_is_certified_and_a_graph_break_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_compiles_once_and_says_how_long_it_took() -> None:
+def test_a_search_compiles_once_and_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all configs share; graphs with lookups are left out."""
     lines: list[str] = []
+    legal = CompileDense.legal
+    monkeypatch.setattr(CompileDense, "legal", lambda rewrite, structure, site, knobs: "left out"
+                        if knobs["compile"] == "inductor_graph" else legal(rewrite, structure, site, knobs))
 
     class Lines(Progress):
         def advance(self, text: str, best: str = "", counts: bool = True) -> None:

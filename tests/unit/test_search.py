@@ -479,7 +479,7 @@ def test_ctrl_c_in_the_last_measurements_keeps_the_best_by_its_trial(work):
 @pytest.mark.parametrize(("timeout", "waits"), [(None, False), (150_000.0, True), (250_000.0, False)])
 def test_what_takes_long_to_set_up_waits_unless_there_is_time_for_it(work, monkeypatch, timeout, waits):
     """A configuration that takes 10,000 s is for searches of twenty times that, and others name it."""
-    monkeypatch.setattr(search, "setup_s", lambda structure, config: 1e4 * (config.policy.get("concat") is False))
+    monkeypatch.setattr(search, "setup_s", lambda structure, config, first: 1e4 * (config.policy.get("concat") is False))
     result = run(work, trials=14, timeout=timeout)
     assert result.status == "complete"
     assert waits == all(params.get("concat") is not False for params in params_of(result))
