@@ -116,7 +116,7 @@ class Applied:
         model.__dict__[ATTRIBUTE] = self
         if self.runtime is None:
             return
-        self.runtime.graphs.is_attached = True
+        self.runtime.graphs.attach()
         self.huge_pages.replace(dict(self._tensors_for_huge_pages(optimizers)))
         for name, forward in self.runtime.forwards.items():
             model.get_submodule(name).forward = forward.forward
@@ -135,7 +135,7 @@ class Applied:
         self._model_hooks, self._optimizer_hooks = [], []
         if self.runtime is None:
             return
-        self.runtime.graphs.is_attached = False
+        self.runtime.graphs.detach()
         for name, forward in self.runtime.forwards.items():
             forward.slots.clear()
             model.get_submodule(name).__dict__.pop("forward", None)

@@ -44,6 +44,10 @@ class Compiled(OwnForwards["CompiledForward"]):
         """By path, why the compiler does not take a module."""
         return {path: reason for path, own in self.forwards.items() if (reason := own.program.refusal)}
 
+    def obstacle(self) -> str:
+        """Why no graph of the model may run now; empty: they may."""
+        return ""
+
     def uncompiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward as its class has it."""
         return type(module).forward(module, *args, **kwargs)
@@ -75,18 +79,23 @@ class CompiledModules(Compiled):
 class CompiledModel(Compiled):
     """The whole model.
 
-    `prelude` makes the lookups of a forward that is not compiled, from its arguments.
+    `prelude` makes the lookups of a forward that is not compiled, from its arguments. `is_watched` says whether a table has hooks, which
+    would hear nothing of the gradients that a graph leaves with it.
     """
 
     knob = "inductor_graph"
 
-    def __init__(self, model: nn.Module, prelude: Callable[[Any, Any], None], report: Callable[[str, str], None]) -> None:
+    def __init__(self, model: nn.Module, prelude: Callable[[Any, Any], None], is_watched: Callable[[], bool],
+                 report: Callable[[str, str], None]) -> None:
         super().__init__(report)
-        self.prelude = prelude
+        self.prelude, self.is_watched = prelude, is_watched
         if is_free(model):
             self.forwards[_MODEL] = CompiledForward(self, _MODEL, model)
         else:
             report(_MODEL, "its forward has been replaced")
+
+    def obstacle(self) -> str:
+        return "a table has hooks, or is no parameter any more" if self.is_watched() else ""
 
     def uncompiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.prelude(args, kwargs)
@@ -116,7 +125,7 @@ class CompiledForward(OwnForward):
         module, owner, program = self.module, self.owner, self.program
         if not torch.is_grad_enabled() or not module.training or is_dynamo_compiling():      # a graph is for training
             return owner.uncompiled(module, args, kwargs)
-        why = program.refusal or _obstacle(module, args, kwargs)
+        why = program.refusal or owner.obstacle() or _obstacle(module, args, kwargs)
         if not why:
             try:
                 found = program(module, args, kwargs)      # what the graph itself raises is for the caller

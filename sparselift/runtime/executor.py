@@ -59,7 +59,7 @@ class Runtime:
         self.preludes = [Prelude(self, group) for group in schedule.groups if group.prelude]
         self.dense: CompiledModel | CompiledModules | DenseLayers | None = None
         if schedule.compile == CompiledModel.knob:
-            self.dense = CompiledModel(model, self.run_preludes, self.aside)
+            self.dense = CompiledModel(model, self.run_preludes, self.is_watched, self.aside)
         elif schedule.compile == CompiledModules.knob:
             self.dense = CompiledModules(structure, model, self.aside)
         elif schedule.linear != "native":
@@ -101,6 +101,10 @@ class Runtime:
         if not is_compiling() and not _transforming():
             for prelude in self.preludes:
                 prelude.run(args, kwargs)
+
+    def is_watched(self) -> bool:
+        """Whether torch has to carry the gradient of some table."""
+        return plain_weights(self.owners.values()) is None
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """The root forward's hook: results that no module asked for go."""

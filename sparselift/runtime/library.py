@@ -94,6 +94,15 @@ class GraphLookups:
         self.__dict__.update(state)
         self._reset()
 
+    def attach(self) -> None:
+        """The plan is applied."""
+        self.is_attached = True
+
+    def detach(self) -> None:
+        """It is not any more: no new lookups, but backwards of old ones."""
+        self.is_attached = False
+        self._kept.clear()
+
     def lines(self) -> list[str]:
         """What ran, for people: a line a node."""
         return [f"in compiled graphs: {len(group.features)} lookups over {len(group.tables)} tables in one node ({group.name}): "

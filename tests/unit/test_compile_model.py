@@ -93,6 +93,20 @@ def test_evaluation_and_a_batch_of_one_run_in_the_plan(trained: Any) -> None:
 
 
 @pytest.mark.slow
+def test_hooks_of_a_table_are_heard(trained: Any) -> None:
+    native, model, *_ = trained
+    calls, heard = dense_of(model).calls, []
+    handles = [each.emb.weight.register_hook(lambda grad: heard.append(grad.to_dense())) for each in (native, model)]
+    assert_alike(gradients(model, batch()), gradients(native, batch()))
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(*heard)
+    assert dense_of(model).calls == calls
+    assert_alike(gradients(model, batch()), gradients(native, batch()))
+    assert dense_of(model).calls == calls + 1
+
+
+@pytest.mark.slow
 def test_bad_ids_are_the_callers_and_end_nothing(trained: Any) -> None:
     native, model, *_ = trained
     dense, offsets, indices = batch()

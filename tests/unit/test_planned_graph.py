@@ -164,6 +164,7 @@ class Writing(nn.Module):
         return torch.cat([a, self.b(matrix)], dim=1)
 
 
+@pytest.mark.slow
 def test_a_lookup_of_what_is_written_to_stays_where_it_is() -> None:
     graphs = Merged()
 
@@ -189,6 +190,8 @@ def mixed(side: Side) -> None:
     side.model.eval()
     with torch.no_grad():
         side.compiled(*batch(5))
+    with torch.inference_mode():
+        side.compiled(*batch(6))
     side.model.train()
     side.backward(2, compiled=False)
     side.backward(3)
@@ -255,6 +258,7 @@ class Twice(nn.Module):
         return (self.bags(indices, offsets) + self.bags(indices, offsets)) * scale
 
 
+@pytest.mark.slow
 def test_equal_nodes_count_as_often_as_they_are() -> None:
     def loop(side: Side) -> None:
         side.backward()
@@ -264,6 +268,7 @@ def test_equal_nodes_count_as_often_as_they_are() -> None:
     sides(loop, model=Twice())
 
 
+@pytest.mark.slow
 def test_bad_ids_are_named_and_end_nothing() -> None:
     def loop(side: Side) -> None:
         side.backward(0)
@@ -289,9 +294,30 @@ def test_what_a_graph_cannot_do_is_refused() -> None:
             side.compiled(*batch())
             with pytest.raises(LiftRefused, match=r"rows\.weight was replaced between"):
                 loss.backward()
+            handle = side.model.rows.weight.register_hook(lambda grad: grad)
+            with pytest.raises(LiftRefused, match="register hooks before"):
+                side.compiled(*batch())
+            handle.remove()
         side.model.zero_grad()
 
     sides(loop, "eager")
+    with pytest.raises(LiftRefused, match="'another plan', which this process does not have"):
+        torch.ops.sparselift.planned_lookup([torch.ones(2, 2)], [torch.zeros(1, 1).long()], [], [], ["a"], ["matrix"], [False],
+                                            "another plan")
+
+
+def test_the_operators_are_registered_as_torch_wants_them() -> None:
+    side = Side(Net(), "eager")
+    plan(side)
+    offsets, indices, matrix, factors = batch()
+    weights = [side.model.bags.weight, side.model.weighted.weight]
+    constants = (["bags", "weighted"], ["offsets", "matrix"], [False, True], side.model._sparselift.runtime.graphs.name)
+    torch.library.opcheck(torch.ops.sparselift.planned_lookup.default, (weights, [indices, matrix], [offsets], [factors], *constants),
+                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    grads = [torch.ones(len(matrix), DIM)] * 2
+    torch.library.opcheck(torch.ops.sparselift.planned_lookup_backward.default, (
+        grads, weights[1:], [True, True], [False, False], [False, True], [indices, matrix], [offsets], [factors], *constants),
+        test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow
