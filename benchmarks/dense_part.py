@@ -38,7 +38,8 @@ SIDES: dict[str, dict[str, Any]] = {
     "interaction, onednn_forward": {"interaction": True, "linear": "onednn_forward"},
     "interaction, onednn": {"interaction": True, "linear": "onednn"},
 }
-COMPILED = {"interaction, inductor": {"interaction": True, "linear": "native", "compile": "inductor"}}
+COMPILED = {f"interaction, {choice}": {"interaction": True, "linear": "native", "compile": choice}
+            for choice in ("inductor", "inductor_graph")}
 CHECKED = "interaction, onednn"            # the one with every rewrite
 
 

@@ -121,12 +121,14 @@ class Merged(Graphs):
 
 
 class Shared(nn.Module):
-    """A table that two features read, one a view that is made late, one a frozen one, and one that is computed from a lookup."""
+    """A table that is read three times, once through a view that is made late; a frozen one; one that is read by a lookup's values; and one
+    that no gradient arrives at.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.c, self.frozen = (nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(4))
+        self.a, self.b, self.c, self.frozen, self.left = (nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(5))
         self.frozen.weight.requires_grad_(False)
         self.b.weight = self.a.weight
 
@@ -135,13 +137,21 @@ class Shared(nn.Module):
         b = self.b(matrix[:, 1:])
         frozen = self.frozen(matrix)
         c = self.c((a.detach().abs().sum(1, keepdim=True) * 5).long().remainder(ROWS))
-        return torch.cat([a, b, c, frozen], dim=1) + self.a(matrix).sum(1, keepdim=True)
+        return torch.cat([a, b, c, frozen, self.left(matrix).detach()], dim=1) + self.a(matrix).sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize(("model", "nodes"), [(Net, [2, 1]), (Shared, [2, 1, 1, 1])])
+@pytest.mark.parametrize(("model", "nodes"), [(Net, [2, 1]), (Shared, [3, 1, 1, 1])])
 def test_grouped_lookups_are_merged(model: Callable[[], nn.Module], nodes: list[int]) -> None:
     graphs = Merged()
-    sides(lambda side: [side.backward(9, compiled=False), side.step(), train(side)], graphs, model())      # tables that were written to
+
+    def loop(side: Side) -> None:
+        side.backward(9, compiled=False)
+        side.step()                                    # tables that were written to
+        train(side)
+        side.backward()
+        assert "left" not in side.model._modules or side.model.left.weight.grad is None
+
+    sides(loop, graphs, model())
     graph, = graphs.found
     assert [len(node.args[0]) for node in planned_nodes(graph)] == nodes
 
