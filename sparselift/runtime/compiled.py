@@ -122,9 +122,10 @@ class CompiledForward(OwnForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's class has it."""
-        module, owner, program = self.module, self.owner, self.program
-        if not torch.is_grad_enabled() or not module.training or is_dynamo_compiling():      # a graph is for training
+        module, owner = self.module, self.owner
+        if is_dynamo_compiling() or not torch.is_grad_enabled() or not module.training:      # a graph is for training
             return owner.uncompiled(module, args, kwargs)
+        program = self.program
         why = program.refusal or owner.obstacle() or _obstacle(module, args, kwargs)
         if not why:
             try:

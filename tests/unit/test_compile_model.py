@@ -49,6 +49,20 @@ def test_what_does_not_compile_runs_in_the_plan(monkeypatch: pytest.MonkeyPatch)
         sl.verify(*planned(Model()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["inductor", "inductor_graph"])
+def test_a_graph_of_the_users_has_the_lookups_too(choice: str) -> None:
+    native, model = Model(), Model()
+    work = workload(model)
+    sl.apply(default_plan(sl.lift(work), sl.Constraints(pin={"compile": choice})), model, work.optimizer)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for run in (native, compiled):
+        torch.manual_seed(0)
+        run(*batch()).square().sum().backward()
+    assert_alike([each.grad.to_dense() for each in model.parameters()], [each.grad.to_dense() for each in native.parameters()])
+    assert type(model.emb.weight.grad) is PendingGrad and "nothing fell back" in sl.explain(model)
+
+
 # One model is compiled for these.
 
 
