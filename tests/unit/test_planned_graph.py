@@ -278,6 +278,31 @@ def test_equal_nodes_count_as_often_as_they_are() -> None:
     sides(loop, model=Twice())
 
 
+class Tied(nn.Module):
+    """Its table is the output layer, too, some time after it was lifted."""
+
+    tied = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+
+    def forward(self, offsets: Tensor, indices: Tensor, matrix: Tensor, factors: Tensor) -> Tensor:
+        pooled: Tensor = self.bags(indices, offsets)
+        return pooled @ self.bags.weight.t() if self.tied else pooled
+
+
+@pytest.mark.slow
+def test_gradients_of_a_table_from_elsewhere_are_added() -> None:
+    def loop(side: Side) -> None:
+        side.model.tied = True
+        train(side)
+
+    planned = sides(loop, model=Tied())
+    assert "in compiled graphs: 1 lookups" in sl.explain(planned.model)
+
+
 @pytest.mark.slow
 def test_bad_ids_are_named_and_end_nothing() -> None:
     def loop(side: Side) -> None:
