@@ -1,7 +1,4 @@
-// Elements of 16 bits, as vectors of float32 in registers. Included by kernel_body.h.
-//
-// Shorts and their conversions are those of half_<isa>.h. An instruction set also defines Words, as many lanes of 32 bits as a Vec has floats,
-// and words_of and shorts_of, which go from one to the other and take no lane past 0xffff.
+// Elements of 16 bits, read and written as vectors of float32. Included by kernel_body.h and exchange_body.h.
 
 SL_INLINE Vec load(const Float16* p) { return from_float16(load_shorts(p)); }
 SL_INLINE Vec load(const BFloat16* p) { return from_bfloat16(load_shorts(p)); }

@@ -1,70 +1,47 @@
-// The loops of packed buffers and regrouped columns. Included inside the namespace of a build, which defines Vec, Mask, kWidth, what is done
-// with them, and the conversions of half_<isa>.h.
+// The loops of packed buffers and regrouped columns. Included by exchange_avx512.cpp, exchange_avx2.cpp and exchange_portable.cpp inside the
+// namespace of their vectors (vec_<isa>.h).
 
-#define SL_INLINE static inline __attribute__((always_inline))
+#include "elements_body.h"
 
 // ---------------------------------------------------------------------------------------------------- elements of a wire
 
-struct Float32Wire {
-    using Element = float;
-    static Vec read(const float* p) { return load(p); }
-    static Vec read_part(const float* p, Mask mask) { return load_part(p, mask); }
-    static void write(float* p, Vec x) { store(p, x); }
-    static void write_part(float* p, Mask mask, Vec x) { store_part(p, mask, x); }
-};
-
-struct Float16Wire {
-    using Element = uint16_t;
-    static Vec read(const uint16_t* p) { return from_float16(load_shorts(p)); }
-    static Vec read_part(const uint16_t* p, Mask mask) { return from_float16(load_shorts_part(p, mask)); }
-    static void write(uint16_t* p, Vec x) { store_shorts(p, to_float16(x)); }
-    static void write_part(uint16_t* p, Mask mask, Vec x) { store_shorts_part(p, mask, to_float16(x)); }
-};
-
-struct BFloat16Wire {
-    using Element = uint16_t;
-    static Vec read(const uint16_t* p) { return from_bfloat16(load_shorts(p)); }
-    static Vec read_part(const uint16_t* p, Mask mask) { return from_bfloat16(load_shorts_part(p, mask)); }
-    static void write(uint16_t* p, Vec x) { store_shorts(p, to_bfloat16(x)); }
-    static void write_part(uint16_t* p, Mask mask, Vec x) { store_shorts_part(p, mask, to_bfloat16(x)); }
-};
-
 /// Rows that lie side by side on both sides are one long row, with one partial vector at its end.
+template <typename Element>
 SL_INLINE PackedRows joined(const PackedRows& args) {
     PackedRows a = args;
     const int64_t rows = a.last_row - a.first_row;
     if (a.row_stride != a.dim || rows == 0) return a;
     a.rows += a.first_row * a.dim;
-    a.elements += a.first_row * a.dim * (a.wire == SL_WIRE_FLOAT32 ? 4 : 2);
+    a.elements += a.first_row * a.dim * static_cast<int64_t>(sizeof(Element));
     a.dim *= rows;
     a.first_row = 0;
     a.last_row = 1;
     return a;
 }
 
-template <typename Wire>
+template <typename Element>
 static void pack_floats(const PackedRows& args) {
-    const PackedRows a = joined(args);
+    const PackedRows a = joined<Element>(args);
     const int64_t whole = a.dim / kWidth * kWidth;
     const Mask rest = mask_for(a.dim - whole);
-    auto* to = reinterpret_cast<typename Wire::Element*>(a.elements) + a.first_row * a.dim;
+    auto* to = reinterpret_cast<Element*>(a.elements) + a.first_row * a.dim;
     for (int64_t row = a.first_row; row < a.last_row; ++row, to += a.dim) {
         const float* from = a.rows + row * a.row_stride;
-        for (int64_t c = 0; c < whole; c += kWidth) Wire::write(to + c, load(from + c));
-        if (whole < a.dim) Wire::write_part(to + whole, rest, load_part(from + whole, rest));
+        for (int64_t c = 0; c < whole; c += kWidth) store(to + c, load(from + c));
+        if (whole < a.dim) store_part(to + whole, rest, load_part(from + whole, rest));
     }
 }
 
-template <typename Wire>
+template <typename Element>
 static void unpack_floats(const PackedRows& args) {
-    const PackedRows a = joined(args);
+    const PackedRows a = joined<Element>(args);
     const int64_t whole = a.dim / kWidth * kWidth;
     const Mask rest = mask_for(a.dim - whole);
-    const auto* from = reinterpret_cast<const typename Wire::Element*>(a.elements) + a.first_row * a.dim;
+    const auto* from = reinterpret_cast<const Element*>(a.elements) + a.first_row * a.dim;
     for (int64_t row = a.first_row; row < a.last_row; ++row, from += a.dim) {
         float* to = a.rows + row * a.row_stride;
-        for (int64_t c = 0; c < whole; c += kWidth) store(to + c, Wire::read(from + c));
-        if (whole < a.dim) store_part(to + whole, rest, Wire::read_part(from + whole, rest));
+        for (int64_t c = 0; c < whole; c += kWidth) store(to + c, load(from + c));
+        if (whole < a.dim) store_part(to + whole, rest, load_part(from + whole, rest));
     }
 }
 
@@ -143,19 +120,19 @@ static void unpack_bytes(const PackedRows& args) {
 
 static void pack(const PackedRows& args) {
     switch (args.wire) {
-        case SL_WIRE_FLOAT16: return pack_floats<Float16Wire>(args);
-        case SL_WIRE_BFLOAT16: return pack_floats<BFloat16Wire>(args);
+        case SL_WIRE_FLOAT16: return pack_floats<Float16>(args);
+        case SL_WIRE_BFLOAT16: return pack_floats<BFloat16>(args);
         case SL_WIRE_INT8: return pack_bytes(args);
-        default: return pack_floats<Float32Wire>(args);
+        default: return pack_floats<float>(args);
     }
 }
 
 static void unpack(const PackedRows& args) {
     switch (args.wire) {
-        case SL_WIRE_FLOAT16: return unpack_floats<Float16Wire>(args);
-        case SL_WIRE_BFLOAT16: return unpack_floats<BFloat16Wire>(args);
+        case SL_WIRE_FLOAT16: return unpack_floats<Float16>(args);
+        case SL_WIRE_BFLOAT16: return unpack_floats<BFloat16>(args);
         case SL_WIRE_INT8: return unpack_bytes(args);
-        default: return unpack_floats<Float32Wire>(args);
+        default: return unpack_floats<float>(args);
     }
 }
 
@@ -227,5 +204,3 @@ const ExchangeKernels* exchange_kernels() {
     static const ExchangeKernels kernels{pack, unpack, regroup};
     return &kernels;
 }
-
-#undef SL_INLINE

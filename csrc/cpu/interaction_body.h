@@ -1,17 +1,13 @@
 // The dot interaction, written once over the vector primitives of an instruction set.
 //
-// Included by interaction_avx512.cpp, interaction_avx2.cpp and interaction_portable.cpp inside a namespace of their own, after they define
-//   Vec, Mask, kWidth            a vector of kWidth floats; which of its lanes a partial access touches
+// Included by interaction_avx512.cpp, interaction_avx2.cpp and interaction_portable.cpp inside the namespace of their vectors (vec_<isa>.h),
+// after they define
 //   kRowTile                     rows of a product whose sums fit the registers, two vectors of columns each
-//   zero splat load load_part store store_part add multiply_add mask_for
-//   transpose(tile)              of kWidth vectors
 //
 // A sample is V vectors of D floats, a few KiB that the first-level cache holds. Forward, T T' of it: T is transposed by tiles, so that a
 // product's columns are vectors and its sums need no reduction. Backward, S T, where S has the gradient of <t_i, t_j> at (i, j) and (j, i).
 // Both are sums of kRowTile x 2 vectors in registers, over k in ascending order: the same bits whoever computes them.
 // Bytes of a sample: V*D*4 read, (D + P)*4 written; backward V*D*4 and (D + P)*4 read, V*D*4 written.
-
-#define SL_INLINE __attribute__((always_inline)) inline
 
 template <int R>
 struct Rows {

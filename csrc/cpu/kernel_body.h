@@ -1,21 +1,12 @@
 // The kernels, written once over the vector primitives of an instruction set.
 //
-// Included by avx512.cpp, avx2.cpp and portable.cpp inside a namespace of their own, after they define
-//   Vec, Mask, kWidth            a vector of kWidth floats; which of its lanes a partial access touches
+// Included by avx512.cpp, avx2.cpp and portable.cpp inside the namespace of their vectors (vec_<isa>.h), after they define
 //   kMaxVectors                  accumulators that fit the registers: 8 or 16
-//   zero splat load load_part store store_part stream fence add sub mul div fma sqrt sum mask_for
-//   Flags greater same_bits select bits      lane by lane: comparisons, a choice between two vectors; an int32 in every lane
-//   Shorts Words words_of shorts_of load_shorts_part store_shorts_part from_float16 to_float16      see elements_body.h
-//   truncated converted          floats below 2^31 and not negative to Words, and back
 // Every function has internal linkage or lives in that namespace, and nothing of std is used: the linker may not mix builds.
 //
 // Mapping. A row of D floats is covered by blocks of whole vectors, the last one partial where D is no multiple of kWidth. Up to
 // kMaxVectors * kWidth columns are one block, whose sums stay in registers over a whole bag or chain (Span). Wider rows take a pass
 // over the ids for each block: every pass touches cache lines of its own.
-
-/// Always: a helper that stays a call takes the address of its caller's arguments, which then live in memory that every store may
-/// have changed. It costs up to a third of an update.
-#define SL_INLINE __attribute__((always_inline)) inline
 
 #include "elements_body.h"
 #include "noise_body.h"
@@ -348,5 +339,3 @@ const Kernels* kernels() {
                                   sum_chains, expand, find_slots};
     return &table;
 }
-
-#undef SL_INLINE

@@ -10,14 +10,6 @@
 
 namespace sparselift {
 
-/// Elements of 16 bits: IEEE half precision, and the upper half of a float.
-struct Float16 {
-    uint16_t bits;
-};
-struct BFloat16 {
-    uint16_t bits;
-};
-
 /// The ids of one feature in a batch. Bag b holds lookups [offsets[b], offsets[b + 1]), or [b * length, (b + 1) * length)
 /// where offsets is null.
 struct Lookups {
