@@ -30,17 +30,18 @@ SL_INLINE Words chance(RowNoise noise, int64_t column) {
 /// All bits where a number is no infinity and no NaN.
 SL_INLINE Words finite(Words size) { return reinterpret_cast<Words>(size < 0x7f800000); }
 
-/// One of the two bfloat16 around each number, or the number itself where it is one.
+/// One of the two bfloat16 around each number, or the number itself where it is one. What is not finite keeps all its bits: those of a NaN
+/// may be among the last.
 SL_INLINE Vec round_by_chance(Vec x, Words random, BFloat16) {
-    const Words bits = reinterpret_cast<Words>(x);
-    return reinterpret_cast<Vec>((bits + (random >> 16 & finite(bits & 0x7fffffff))) & 0xffff0000);
+    const Words bits = reinterpret_cast<Words>(x), is_finite = finite(bits & 0x7fffffff);
+    return reinterpret_cast<Vec>((bits + (random >> 16 & is_finite)) & (0xffff0000 | ~is_finite));
 }
 
 /// Likewise for half precision, whose numbers are 13 bits shorter from 2^-14 on and multiples of 2^-24 below, found as such from multiples
 /// of 2^-45.
 SL_INLINE Vec round_by_chance(Vec x, Words random, Float16) {
-    const Words bits = reinterpret_cast<Words>(x), size = bits & 0x7fffffff;
-    const Words normal = (size + (random >> 19 & finite(size))) & ~0x1fffu;
+    const Words bits = reinterpret_cast<Words>(x), size = bits & 0x7fffffff, is_finite = finite(size);
+    const Words normal = (size + (random >> 19 & is_finite)) & (~0x1fffu | ~is_finite);
     const Words is_small = reinterpret_cast<Words>(size < 113u << 23);
     const Words parts = truncated(mul(reinterpret_cast<Vec>(size & is_small), splat(0x1p45f))) + (random >> 11);
     const Vec small = mul(converted(parts >> 21), splat(0x1p-24f));

@@ -34,8 +34,8 @@ __device__ uint32_t rounded_by_chance(float value, uint32_t random);
 
 template <>
 __device__ inline uint32_t rounded_by_chance<__nv_bfloat16>(float value, uint32_t random) {
-    const uint32_t bits = __float_as_uint(value), is_finite = (bits & 0x7fffffffu) < 0x7f800000u;
-    return (bits + (random >> 16) * is_finite) >> 16;
+    const uint32_t bits = __float_as_uint(value), size = bits & 0x7fffffffu, is_finite = size < 0x7f800000u;
+    return (bits + (random >> 16) * is_finite) >> 16 | (size > 0x7f800000u ? 0x40u : 0u);
 }
 
 /// Half precision is 13 bits shorter from 2^-14 on; below, its numbers are multiples of 2^-24, found as such from multiples of 2^-45.

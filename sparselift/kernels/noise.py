@@ -67,7 +67,6 @@ def round_by_chance(values: Tensor, random: Tensor, dtype: torch.dtype) -> Tenso
     """
     bits = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     size = bits & 0x7FFFFFFF
-    random = torch.where(size < 0x7F800000, random, 0)
     if dtype == torch.bfloat16:
         rounded = (size + (random >> 16)) & 0x7FFF0000
     else:
@@ -76,4 +75,5 @@ def round_by_chance(values: Tensor, random: Tensor, dtype: torch.dtype) -> Tenso
         parts = (values.abs().clamp(max=2.0**-14).double() * 2.0**45).long() + (random >> 11)
         small = ((parts >> 21) * 2.0**-24).float().view(torch.int32).long()
         rounded = torch.where(size < 113 << 23, small, normal)
+    rounded = torch.where(size < 0x7F800000, rounded, size)      # a NaN may have its bits among the last
     return (rounded | (bits ^ size)).to(torch.int32).view(torch.float32)

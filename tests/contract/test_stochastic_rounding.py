@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparselift.dtypes import torch_dtype
-from sparselift.kernels import get_backend
+from sparselift.kernels import BACKENDS, available_backends, get_backend
 from sparselift.kernels.base import FeatureSpec, KernelBackend, Segment, State, TableKnobs, TableSpec, UpdateRule
 from sparselift.kernels.noise import noise_key
 from tests.contract.naive import fresh_state, parts_of
@@ -55,7 +55,9 @@ class TestStochasticRounding:
         """The sum of nothing and a gradient: numbers of the dtype stay, others become a neighbour, by chance."""
         generator = torch.Generator().manual_seed(2)
         exact = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch_dtype(name)).view(256, 256)
-        anything = torch.randint(-2**31, 2**31, (256, 256), generator=generator).to(torch.int32).view(torch.float32)
+        anything = torch.randint(-2**31, 2**31, (256, 256), generator=generator).to(torch.int32)
+        anything[0, :23] = 0x7F800000 | 1 << torch.arange(23)                        # NaNs whose one bit the dtype may lack
+        anything = anything.view(torch.float32)
         small = torch.randn(256, 256, generator=generator) * 2.0 ** torch.randint(-40, -12, (256, 256), generator=generator)
         rule = UpdateRule("sgd", -1.0, noise_key=KEY)
         for grad in (exact.float(), anything, small):
@@ -85,26 +87,29 @@ class TestStochasticRounding:
         assert (nearest == 0.75).all()
         assert abs(0.75 - steps * rate - float(moved.double().mean())) < allowed < steps * rate / 2
 
-    def test_any_number_of_threads_draws_the_same(self, backend, name):
-        """On rows enough for threads to share them."""
-        if backend.name != "cpu":
-            return                             # the others have no threads of ours
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            program = backend.compile([TableSpec("t", 2000, 40, name)], [FeatureSpec("f", 0)])
-            table = torch.ones(2000, 40, dtype=torch_dtype(name))
-            batch = program.prepare([torch.arange(6000) * 7 % 2000], [2])
-            grad = torch.linspace(-1, 1, 3000 * 40).view(3000, 40)
-            program.update([table], [None], [UpdateRule("sgd", 0.1, noise_key=KEY)], [Segment(batch, grad)])
-            results.append(table)
-        assert all(torch.equal(results[0], other) for other in results[1:]) and len(results[0].unique()) > 10
-
     def test_another_key_draws_otherwise(self, backend, name):
         start, grad = half_table(ROWS, 8, name), integer_grad(8)
         first, again, other = (stepped(backend, start, name, UpdateRule("sgd", 0.1, noise_key=key), grad)[0] for key in (KEY, KEY, KEY + 1))
         assert torch.equal(first, again) and not torch.equal(first, other)
         assert ((first.float() - other.float()).abs() <= torch.finfo(start.dtype).eps * other.abs().float() + 1e-7).all()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("isa", [each for each in BACKENDS if each.startswith("cpu-")])
+def test_any_number_of_threads_draws_the_same(isa, name):
+    """Of the processor's, on rows enough for threads to share them."""
+    if isa not in available_backends():
+        pytest.skip(f"{isa}: its instruction set is missing here")
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        program = get_backend(isa).compile([TableSpec("t", 2000, 40, name)], [FeatureSpec("f", 0)])
+        table = torch.ones(2000, 40, dtype=torch_dtype(name))
+        batch = program.prepare([torch.arange(6000) * 7 % 2000], [2])
+        grad = torch.linspace(-1, 1, 3000 * 40).view(3000, 40)
+        program.update([table], [None], [UpdateRule("sgd", 0.1, noise_key=KEY)], [Segment(batch, grad)])
+        results.append(table)
+    assert all(torch.equal(results[0], other) for other in results[1:]) and len(results[0].unique()) > 10
 
 
 @pytest.mark.parametrize(("dtype", "key", "message"), [

@@ -80,6 +80,16 @@ def test_what_the_dtype_has_stays(dtype):
         assert torch.equal(rounded.nan_to_num().view(torch.int32), values.nan_to_num().view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_nans_stay_whichever_of_their_bits_are_set(dtype):
+    """Also where the dtype has none of these bits, and an infinity is what is left of them."""
+    payloads = torch.tensor([0, *(1 << bit for bit in range(23)), 2**23 - 1])
+    values = torch.stack([payloads | 0x7F800000, payloads - 0x00800000]).to(torch.int32).view(torch.float32)
+    rounded = round_by_chance(values, bits(2, 25), dtype)
+    assert torch.equal(rounded.isnan(), values.isnan()) and int(rounded.isnan().sum()) == 48
+    assert rounded[:, 0].tolist() == [math.inf, -math.inf]
+
+
 def rounded_steps(dtype: torch.dtype, steps: range, weight: nn.Parameter, optimizer: RowWiseAdagrad) -> None:
     """Steps with integers, so that sums of squares are exact."""
     for step in steps:
