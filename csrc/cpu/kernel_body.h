@@ -9,7 +9,6 @@
 // over the ids for each block: every pass touches cache lines of its own.
 
 #include "elements_body.h"
-#include "noise_body.h"
 
 /// N whole vectors, and with kTail a partial one after them.
 template <int N, bool kTail>
@@ -69,8 +68,8 @@ SL_INLINE Vec load_vector(const Element* row, int i, Mask mask) {
     return S::kHasTail && i == S::kFull ? load_part(row + i * kWidth, mask) : load(row + i * kWidth);
 }
 
-template <typename S>
-SL_INLINE void store_vector(float* row, int i, Mask mask, Vec value) {
+template <typename S, typename Element>
+SL_INLINE void store_vector(Element* row, int i, Mask mask, Vec value) {
     if (S::kHasTail && i == S::kFull) store_part(row + i * kWidth, mask, value);
     else store(row + i * kWidth, value);
 }
@@ -83,12 +82,26 @@ SL_INLINE Span<S> load_span(const Element* row, Mask mask) {
     return span;
 }
 
-template <typename S>
-SL_INLINE void store_span(float* row, const Span<S>& span, Mask mask) {
+template <typename S, typename Element>
+SL_INLINE void store_span(Element* row, const Span<S>& span, Mask mask) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kFull; ++i) store(row + i * kWidth, span.v[i]);
     if (S::kHasTail) store_part(row + S::kFull * kWidth, mask, span.v[S::kVectors - 1]);
 }
+
+// A row that is in registers, to what works on rows in memory.
+
+template <typename S>
+SL_INLINE Vec load_vector(const Span<S>& row, int i, Mask) { return row.v[i]; }
+
+template <typename S>
+SL_INLINE void store_vector(Span<S>& row, int i, Mask, Vec value) { row.v[i] = value; }
+
+template <typename S>
+SL_INLINE Span<S> load_span(const Span<S>& row, Mask) { return row; }
+
+template <typename S>
+SL_INLINE void store_span(Span<S>& row, const Span<S>& span, Mask) { row = span; }
 
 /// Past the caches, and without reading the lines first.
 template <typename S>
@@ -104,8 +117,8 @@ SL_INLINE void add_row(Span<S>& span, const Element* row, Mask mask) {
 }
 
 /// span = fma(factor, row, span), or with two roundings.
-template <typename S, bool kFused, typename Element>
-SL_INLINE void add_scaled_row(Span<S>& span, Vec factor, const Element* row, Mask mask) {
+template <typename S, bool kFused, typename Row>
+SL_INLINE void add_scaled_row(Span<S>& span, Vec factor, const Row& row, Mask mask) {
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) {
         const Vec value = load_vector<S>(row, i, mask);
@@ -129,6 +142,14 @@ SL_INLINE void prefetch_row(const Element* row) {
     constexpr int kLines = kBytes <= 1024 ? (kBytes + 63) / 64 : 16;
 #pragma GCC unroll 16
     for (int i = 0; i < kLines; ++i) prefetch_line(row + i * (64 / static_cast<int>(sizeof(Element))));
+}
+
+/// Calls visit with an element of the dtype.
+template <typename Visit>
+SL_INLINE void visit_weights(int32_t dtype, const Visit& visit) {
+    if (dtype == SL_FLOAT32) visit(float{});
+    else if (dtype == SL_FLOAT16) visit(Float16{});
+    else visit(BFloat16{});
 }
 
 struct Bounds {
@@ -323,6 +344,7 @@ static int64_t find_slots(const UpdateArgs& args, const Lookups& lookups, int64_
     return num_rows;
 }
 
+#include "noise_body.h"
 #include "rules_body.h"
 #include "update_body.h"
 #include "sort_body.h"

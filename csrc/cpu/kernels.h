@@ -94,7 +94,6 @@ struct UpdateArgs {
     int64_t num_rows;         // R
     Entry* entries;           // two arrays to sort in, each of one entry a lookup and one more
     float* scratch;           // (dim,)
-    float* wide;              // (dim,) a row of other weights than float32
     float* sums;              // (R, dim) all 0 between calls; for dense accumulation
     uint64_t* marks;          // (R / 64,) all 0 likewise
 };

@@ -103,6 +103,24 @@ SL_INLINE Span<S> take_sum(const UpdateArgs& a, int64_t row, int64_t column, Mas
     return taken;
 }
 
+/// One step on every marked row.
+template <typename Weight>
+static void apply_marked(const UpdateArgs& args) {
+    const UpdateArgs a = args;
+    if (!is_one_block(a.dim)) {
+        visit_marked(a, [&](int64_t row) {
+            apply_wide_row<Weight>(a, row, [&](auto size, int64_t column, Mask mask) { return take_sum<decltype(size)>(a, row, column, mask); });
+        });
+        return;
+    }
+    visit_blocks(a.dim, [&](auto size, int64_t, Mask mask) {
+        using S = decltype(size);
+        visit_marked(a, [&](int64_t row) {
+            apply_row<S>(a, static_cast<Weight*>(a.table) + row * a.dim, row, take_sum<S>(a, row, 0, mask), mask);
+        });
+    });
+}
+
 /// Bytes: per lookup a gradient row read once a bag and the sum of its row read and written; per row its sum, weights and state.
 static void apply_dense(const UpdateArgs& args) {
     const UpdateArgs a = args;
@@ -113,15 +131,7 @@ static void apply_dense(const UpdateArgs& args) {
             else accumulate_block<S, false>(a, a.sources[s], column, mask);
         }
     });
-    if (!is_one_block(a.dim) || a.dtype != SL_FLOAT32) {
-        visit_marked(a, [&](int64_t row) {
-            apply_wide_row(a, row, [&](auto size, int64_t column, Mask mask) { return take_sum<decltype(size)>(a, row, column, mask); });
-        });
-        return;
-    }
-    visit_blocks(a.dim, [&](auto size, int64_t, Mask mask) {
-        visit_marked(a, [&](int64_t row) { apply_row(a, row, take_sum<decltype(size)>(a, row, 0, mask), mask); });
-    });
+    visit_weights(a.dtype, [&](auto weight) { apply_marked<decltype(weight)>(a); });
 }
 
 // ---------------------------------------------------------------------------------------------------- gradients

@@ -48,3 +48,10 @@ SL_INLINE Vec round_by_chance(Vec x, Words random, Float16) {
     const Words rounded = (reinterpret_cast<Words>(small) & is_small) | (normal & ~is_small);
     return reinterpret_cast<Vec>(rounded | (bits ^ size));
 }
+
+/// The columns from `column` on of one row, each by its own chance.
+template <typename S, typename Weight>
+static __attribute__((noinline)) void round_by_chance(Span<S>& values, RowNoise noise, int64_t column, Weight weight) {
+#pragma GCC unroll 16
+    for (int i = 0; i < S::kVectors; ++i) values.v[i] = round_by_chance(values.v[i], chance(noise, column + i * kWidth), weight);
+}

@@ -1,52 +1,9 @@
 // The optimizers' formulas on one row. Included by kernel_body.h.
 //
-// They are float32. A row of 16-bit weights is widened into a buffer, stepped there and rounded once on its way back, which costs a few
-// loads and stores in the first-level cache, and no copy of what is here.
+// They are float32. Weights are stepped on in memory; those of 16 bits in registers, as float32, and rounded once on their way back.
 
-/// out[c] = row[c], exactly.
-template <typename Element>
-static __attribute__((noinline)) void widen(const Element* row, int64_t dim, float* out) {
-    int64_t column = 0;
-    for (; column + kWidth <= dim; column += kWidth) store(out + column, load(row + column));
-    if (column == dim) return;
-    const Mask mask = mask_for(dim - column);
-    store_part(out + column, mask, load_part(row + column, mask));
-}
-
-/// row[c] = values[c], to the nearest or by chance.
-template <typename Element>
-static __attribute__((noinline)) void narrow_row(const UpdateArgs& a, int64_t row, const float* values) {
-    Element* out = static_cast<Element*>(a.table) + row * a.dim;
-    const bool stochastic = a.stochastic;
-    const RowNoise noise = stochastic ? noise_of(a.noise_key, row) : RowNoise{};
-    const auto rounded = [&](Vec value, int64_t column) {
-        return stochastic ? round_by_chance(value, chance(noise, column), Element{}) : value;
-    };
-    const int64_t dim = a.dim;
-    int64_t column = 0;
-    for (; column + kWidth <= dim; column += kWidth) store(out + column, rounded(load(values + column), column));
-    if (column == dim) return;
-    const Mask mask = mask_for(dim - column);
-    store_part(out + column, mask, rounded(load_part(values + column, mask), column));
-}
-
-/// The weights of a row to step on: its own memory, or a wide copy.
-SL_INLINE float* take_weights(const UpdateArgs& a, int64_t row) {
-    if (a.dtype == SL_FLOAT32) return static_cast<float*>(a.table) + row * a.dim;
-    if (a.dtype == SL_FLOAT16) widen(static_cast<const Float16*>(a.table) + row * a.dim, a.dim, a.wide);
-    else widen(static_cast<const BFloat16*>(a.table) + row * a.dim, a.dim, a.wide);
-    return a.wide;
-}
-
-/// After a step on what take_weights gave.
-SL_INLINE void give_weights(const UpdateArgs& a, int64_t row) {
-    if (a.dtype == SL_FLOAT32) return;
-    if (a.dtype == SL_FLOAT16) narrow_row<Float16>(a, row, a.wide);
-    else narrow_row<BFloat16>(a, row, a.wide);
-}
-
-template <typename S>
-SL_INLINE void step_sgd(const UpdateArgs& a, float* weight, const Span<S>& grad, Mask mask) {
+template <typename Weights, typename S>
+SL_INLINE void step_sgd(const UpdateArgs& a, Weights& weight, const Span<S>& grad, Mask mask) {
     Span<S> w = load_span<S>(weight, mask);
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) w.v[i] = fma(splat(-a.lr), grad.v[i], w.v[i]);
@@ -54,8 +11,8 @@ SL_INLINE void step_sgd(const UpdateArgs& a, float* weight, const Span<S>& grad,
 }
 
 /// The roundings of torch.optim.Adagrad: s + (g * g), then fma(-lr, g / (sqrt(s) + eps), w).
-template <typename S>
-SL_INLINE void step_adagrad(const UpdateArgs& a, float* weight, float* state, const Span<S>& grad, Mask mask) {
+template <typename Weights, typename S>
+SL_INLINE void step_adagrad(const UpdateArgs& a, Weights& weight, float* state, const Span<S>& grad, Mask mask) {
     Span<S> w = load_span<S>(weight, mask), s = load_span<S>(state, mask);
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) {
@@ -68,8 +25,8 @@ SL_INLINE void step_adagrad(const UpdateArgs& a, float* weight, float* state, co
 
 /// The roundings of torch.optim.SparseAdam: m + (g - m) * (1 - beta1), v + (g * g - v) * (1 - beta2), w + -lr * (m / (sqrt(v) + eps)).
 /// Vector by vector: rows of three tables do not fit the registers.
-template <typename S>
-SL_INLINE void step_adam(const UpdateArgs& a, float* weight, int64_t offset, const Span<S>& grad, Mask mask) {
+template <typename Weights, typename S>
+SL_INLINE void step_adam(const UpdateArgs& a, Weights& weight, int64_t offset, const Span<S>& grad, Mask mask) {
     float* first = a.first + offset;
     float* second = a.second + offset;
 #pragma GCC unroll 16
@@ -85,8 +42,8 @@ SL_INLINE void step_adam(const UpdateArgs& a, float* weight, int64_t offset, con
 }
 
 /// The gradient as the rule wants it: sign and weight decay applied. Adds its squares to `squares`.
-template <typename S>
-SL_INLINE void adjust(const UpdateArgs& a, const float* weight, Span<S>& grad, Vec& squares, Mask mask) {
+template <typename Weights, typename S>
+SL_INLINE void adjust(const UpdateArgs& a, const Weights& weight, Span<S>& grad, Vec& squares, Mask mask) {
     if (a.maximize) scale_span(grad, -1.0f);
     if (a.kind != SL_ROWWISE_ADAGRAD) return;
     if (a.weight_decay != 0.0f) add_scaled_row<S, false>(grad, splat(a.weight_decay), weight, mask);
@@ -101,18 +58,28 @@ SL_INLINE float rowwise_scale(const UpdateArgs& a, int64_t row, Vec squares) {
     return -a.lr / (__builtin_sqrtf(state) + a.eps);
 }
 
-template <typename S>
-SL_INLINE void step_rowwise(float* weight, Vec scale, const Span<S>& grad, Mask mask) {
+template <typename Weights, typename S>
+SL_INLINE void step_rowwise(Weights& weight, Vec scale, const Span<S>& grad, Mask mask) {
     Span<S> w = load_span<S>(weight, mask);
 #pragma GCC unroll 16
     for (int i = 0; i < S::kVectors; ++i) w.v[i] = add(w.v[i], mul(grad.v[i], scale));
     store_span(weight, w, mask);
 }
 
-/// One step on a float32 row of a single block, given the sum of its gradients.
-template <typename S>
-SL_INLINE void apply_row(const UpdateArgs& a, int64_t row, Span<S> grad, Mask mask) {
-    float* weight = static_cast<float*>(a.table) + row * a.dim;
+/// One step on the columns of one block, whose state begins at `offset`. The row-wise rule needs the squares of all of them first: its gradient
+/// waits in `scratch`.
+template <typename Weights, typename S>
+SL_INLINE void step_block(const UpdateArgs& a, Weights& weight, int64_t offset, Span<S>& grad, Vec& squares, float* scratch, Mask mask) {
+    adjust(a, weight, grad, squares, mask);
+    if (a.kind == SL_SGD) step_sgd(a, weight, grad, mask);
+    else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight, a.first + offset, grad, mask);
+    else if (a.kind == SL_ADAM) step_adam(a, weight, offset, grad, mask);
+    else store_span(scratch, grad, mask);
+}
+
+/// One step on a row of a single block.
+template <typename Weights, typename S>
+SL_INLINE void step_row(const UpdateArgs& a, int64_t row, Weights& weight, Span<S> grad, Mask mask) {
     Vec squares = zero();
     adjust(a, weight, grad, squares, mask);
     if (a.kind == SL_SGD) step_sgd(a, weight, grad, mask);
@@ -121,36 +88,70 @@ SL_INLINE void apply_row(const UpdateArgs& a, int64_t row, Span<S> grad, Mask ma
     else step_rowwise(weight, splat(rowwise_scale(a, row, squares)), grad, mask);
 }
 
-/// The same for a row of any dtype and number of blocks; sum_of(size, column, mask) gives the sum of its gradients in one of them. The
-/// row-wise rule needs a sum over all blocks, so gradients go through `scratch`.
-template <typename SumOf>
+/// row[c] = values[c] from `column` on, to the nearest or by chance.
+template <typename S, typename Weight>
+SL_INLINE void narrow_span(const UpdateArgs& a, Weight* weight, int64_t row, int64_t column, Span<S>& values, Mask mask) {
+    if (a.stochastic) round_by_chance(values, noise_of(a.noise_key, row), column, Weight{});
+    store_span(weight, values, mask);
+}
+
+/// One step on a row of a single block, given the sum of its gradients.
+template <typename S>
+SL_INLINE void apply_row(const UpdateArgs& a, float* weight, int64_t row, const Span<S>& grad, Mask mask) {
+    step_row(a, row, weight, grad, mask);
+}
+
+template <typename S, typename Weight>
+SL_INLINE void apply_row(const UpdateArgs& a, Weight* weight, int64_t row, const Span<S>& grad, Mask mask) {
+    Span<S> wide = load_span<S>(weight, mask);
+    step_row(a, row, wide, grad, mask);
+    narrow_span(a, weight, row, 0, wide, mask);
+}
+
+/// One step on one block of a wider row, but for the row-wise rule's own.
+template <typename S>
+SL_INLINE void apply_block(const UpdateArgs& a, float* weight, int64_t row, int64_t column, Span<S> grad, Vec& squares, Mask mask) {
+    step_block(a, weight, row * a.dim + column, grad, squares, a.scratch + column, mask);
+}
+
+template <typename S, typename Weight>
+SL_INLINE void apply_block(const UpdateArgs& a, Weight* weight, int64_t row, int64_t column, Span<S> grad, Vec& squares, Mask mask) {
+    if (a.kind == SL_ROWWISE_ADAGRAD) {
+        adjust(a, weight, grad, squares, mask);
+        store_span(a.scratch + column, grad, mask);
+        return;
+    }
+    Span<S> wide = load_span<S>(weight, mask);
+    step_block(a, wide, row * a.dim + column, grad, squares, a.scratch + column, mask);
+    narrow_span(a, weight, row, column, wide, mask);
+}
+
+/// What the row-wise rule does with one block once it has the squares of the whole row.
+template <typename S>
+SL_INLINE void finish_block(const UpdateArgs&, float* weight, int64_t, int64_t, Vec scale, const Span<S>& grad, Mask mask) {
+    step_rowwise(weight, scale, grad, mask);
+}
+
+template <typename S, typename Weight>
+SL_INLINE void finish_block(const UpdateArgs& a, Weight* weight, int64_t row, int64_t column, Vec scale, const Span<S>& grad, Mask mask) {
+    Span<S> wide = load_span<S>(weight, mask);
+    step_rowwise(wide, scale, grad, mask);
+    narrow_span(a, weight, row, column, wide, mask);
+}
+
+/// One step on a row of any number of blocks; sum_of(size, column, mask) gives the sum of its gradients in one of them.
+template <typename Weight, typename SumOf>
 SL_INLINE void apply_wide_row(const UpdateArgs& a, int64_t row, const SumOf& sum_of) {
-    float* weight = take_weights(a, row);
+    Weight* weight = static_cast<Weight*>(a.table) + row * a.dim;
     Vec squares = zero();
     visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
         using S = decltype(size);
-        Span<S> grad = sum_of(size, column, mask);
-        adjust(a, weight + column, grad, squares, mask);
-        if (a.kind == SL_SGD) step_sgd(a, weight + column, grad, mask);
-        else if (a.kind == SL_ADAGRAD) step_adagrad(a, weight + column, a.first + row * a.dim + column, grad, mask);
-        else if (a.kind == SL_ADAM) step_adam(a, weight + column, row * a.dim + column, grad, mask);
-        else store_span(a.scratch + column, grad, mask);
+        apply_block<S>(a, weight + column, row, column, sum_of(size, column, mask), squares, mask);
     });
-    if (a.kind == SL_ROWWISE_ADAGRAD) {
-        const Vec scale = splat(rowwise_scale(a, row, squares));
-        visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
-            using S = decltype(size);
-            step_rowwise(weight + column, scale, load_span<S>(a.scratch + column, mask), mask);
-        });
-    }
-    give_weights(a, row);
-}
-
-/// One step on `count` rows of any dtype, from distinct row `first` downwards, given the sums of their gradients.
-static __attribute__((noinline)) void apply_summed_rows(const UpdateArgs& args, int64_t first, int count, const float* sums, int stride) {
-    const UpdateArgs a = args;
-    for (int i = 0; i < count; ++i, sums += stride) {
-        const auto sum_of = [&](auto size, int64_t column, Mask mask) { return load_span<decltype(size)>(sums + column, mask); };
-        apply_wide_row(a, a.rows[first - i], sum_of);
-    }
+    if (a.kind != SL_ROWWISE_ADAGRAD) return;
+    const Vec scale = splat(rowwise_scale(a, row, squares));
+    visit_blocks(a.dim, [&](auto size, int64_t column, Mask mask) {
+        using S = decltype(size);
+        finish_block<S>(a, weight + column, row, column, scale, load_span<S>(a.scratch + column, mask), mask);
+    });
 }

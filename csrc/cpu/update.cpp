@@ -102,7 +102,7 @@ UpdateArgs arguments(const sl_program& program, int64_t table, const SourceRange
 /// Sizes for one table; a row or an entry is written past the last one before it is counted.
 void reserve(Workspace& workspace, const sl_program& program, int64_t t, const SourceRange& range, int32_t coalesce) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
-    workspace.scratch.of<float>(2 * static_cast<size_t>(table.dim));
+    workspace.scratch.of<float>(static_cast<size_t>(table.dim));
     if (coalesce == SL_COALESCE_DENSE) {
         workspace.marks.resize(std::max(workspace.marks.size(), static_cast<size_t>((table.rows + 63) / 64)));
         return;
@@ -195,7 +195,6 @@ void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, void*
         program.kernels->apply_lookups(args);
         return;
     }
-    args.wide = workspace.scratch.of<float>(0) + args.dim;
     if (program.tables[t].coalesce == SL_COALESCE_DENSE) {
         args.num_rows = program.tables[t].rows;
         args.scratch = workspace.scratch.of<float>(0);

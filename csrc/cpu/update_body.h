@@ -133,13 +133,35 @@ SL_INLINE void prefetch_group(const UpdateArgs& a, int64_t u) {
     Order::template prefetch<S>(a, u, a.num_sources == 1 && a.sources->grad_stride != a.dim);
 }
 
+template <typename S>
+using GroupSums = float[kGroup][S::kVectors * kWidth];
+
+/// One step on each of `count` rows, from distinct row `first` downwards.
+template <typename S, typename Weight>
+SL_INLINE void apply_group(const UpdateArgs& a, int64_t first, int count, const GroupSums<S>& sums, Mask mask) {
+    for (int i = 0; i < count; ++i) {
+        Span<S> grad;
+#pragma GCC unroll 16
+        for (int j = 0; j < S::kVectors; ++j) grad.v[j] = load(&sums[i][j * kWidth]);
+        const int64_t row = a.rows[first - i];
+        apply_row<S>(a, static_cast<Weight*>(a.table) + row * a.dim, row, grad, mask);
+    }
+}
+
+/// A call, so that the loop over groups stays that of float32.
+template <typename S, typename Weight>
+static __attribute__((noinline)) void apply_half_group(const UpdateArgs& args, int64_t first, int count, const GroupSums<S>& sums, Mask mask) {
+    const UpdateArgs a = args;
+    apply_group<S, Weight>(a, first, count, sums, mask);
+}
+
 /// One step on every row. Bytes: per row its weights and state read and written; per lookup a gradient row, mostly from cache.
 /// Gradients of a group of rows are summed before any of their weights is touched: a load waits for every earlier store that agrees
 /// with its address in the last 12 bits, and those stores wait for weights from memory.
 template <typename S, typename Order>
 static void apply_one_block(const UpdateArgs& args, int64_t num_rows, Mask mask) {
     const UpdateArgs a = args;      // a copy of its own: no store can change it, so it stays in registers
-    alignas(64) float sums[kGroup][S::kVectors * kWidth];
+    alignas(64) GroupSums<S> sums;
     for (int64_t first = num_rows - 1; first >= 0; first -= kGroup) {
         const int count = first + 1 < kGroup ? static_cast<int>(first + 1) : kGroup;
         prefetch_group<S, Order>(a, first);
@@ -148,33 +170,26 @@ static void apply_one_block(const UpdateArgs& args, int64_t num_rows, Mask mask)
 #pragma GCC unroll 16
             for (int j = 0; j < S::kVectors; ++j) store(&sums[i][j * kWidth], grad.v[j]);
         }
-        if (a.dtype != SL_FLOAT32) {
-            apply_summed_rows(a, first, count, sums[0], S::kVectors * kWidth);
-            continue;
-        }
-        for (int i = 0; i < count; ++i) {
-            Span<S> grad;
-#pragma GCC unroll 16
-            for (int j = 0; j < S::kVectors; ++j) grad.v[j] = load(&sums[i][j * kWidth]);
-            apply_row(a, a.rows[first - i], grad, mask);
-        }
+        if (a.dtype == SL_FLOAT32) apply_group<S, float>(a, first, count, sums, mask);
+        else if (a.dtype == SL_FLOAT16) apply_half_group<S, Float16>(a, first, count, sums, mask);
+        else apply_half_group<S, BFloat16>(a, first, count, sums, mask);
     }
 }
 
-template <typename Order>
+template <typename Order, typename Weight>
 static void apply_blocks(const UpdateArgs& a, int64_t num_rows) {
     for (int64_t u = num_rows - 1; u >= 0; --u) {
         if (u % kGroup == 0) prefetch_group<Size<kMaxVectors, false>, Order>(a, u);
         const int32_t handle = Order::take(a, u);
         const auto sum_of = [&](auto size, int64_t column, Mask mask) { return Order::template sum<decltype(size)>(a, handle, column, mask); };
-        apply_wide_row(a, a.rows[u], sum_of);
+        apply_wide_row<Weight>(a, a.rows[u], sum_of);
     }
 }
 
 template <typename Order>
 static void apply_rows(const UpdateArgs& a, int64_t num_rows) {
     if (!is_one_block(a.dim)) {
-        apply_blocks<Order>(a, num_rows);
+        visit_weights(a.dtype, [&](auto weight) { apply_blocks<Order, decltype(weight)>(a, num_rows); });
         return;
     }
     visit_blocks(a.dim, [&](auto size, int64_t, Mask mask) { apply_one_block<decltype(size), Order>(a, num_rows, mask); });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sparselift.dtypes import torch_dtype
 from sparselift.errors import KernelError
 from sparselift.kernels import BACKENDS, available_backends, cpu, get_backend
 from sparselift.kernels.base import FeatureSpec, KernelBackend, Segment, TableKnobs, TableSpec, UpdateRule
@@ -161,6 +163,29 @@ class TestTensors:
         grad = torch.full((3, 2), 1j).conj().imag
         program.update([table], [None], [UpdateRule("sgd", 1.0)], [Segment(batch, [grad])])
         assert table[:, 0].tolist() == [0, -1, -2, -3, -4, 1, 1, 1, 1]
+
+
+class TestHalfRows:
+    @pytest.mark.parametrize("rule", [UpdateRule("sgd", 0.1), UpdateRule("adagrad", 0.1), UpdateRule("rowwise_adagrad", 0.1),
+                                      UpdateRule("adam", 0.1)], ids=lambda rule: rule.kind)
+    @pytest.mark.parametrize("isa", [name for name in BACKENDS if name.startswith("cpu-")])
+    def test_rows_of_every_width_are_stepped_as_float32_and_rounded_once(self, isa, rule):
+        """A row is covered by blocks of 1 to 16 vectors, with code of their own each."""
+        if isa not in available_backends():
+            pytest.skip(f"{isa}: its instruction set is missing here")
+        for dim in (*range(1, 34), 40, 41, 48, 49, 56, 57, 64, 65, 72, 80, 100, 112, 128, 144, 200, 256, 257, 300):
+            grad = torch.randn(6, dim, generator=torch.Generator().manual_seed(dim))
+            for name, coalesce in itertools.product(("float16", "bfloat16"), ("chain", "dense")):
+                half = torch.linspace(-1, 1, 4 * dim).view(4, dim).to(torch_dtype(name))
+                stepped = []
+                for table, dtype in ((half.clone(), name), (half.float(), "float32")):
+                    program = get_backend(isa).compile([TableSpec("t", 4, dim, dtype, TableKnobs(coalesce))], [FeatureSpec("f", 0)])
+                    state = [torch.ones(4) if rule.kind == "rowwise_adagrad" else torch.ones(4, dim) for _ in range(2)]
+                    given = {"sgd": None, "adam": tuple(state)}.get(rule.kind, state[0])
+                    batch = program.prepare([torch.tensor([0, 2, 3, 0, 2, 2])], [1])
+                    program.update([table], [given], [rule], [Segment(batch, grad)])
+                    stepped.append((table.to(half.dtype), *state))
+                assert all(map(torch.equal, *stepped)) and not torch.equal(stepped[0][0], half)
 
 
 @needs_extension
