@@ -116,9 +116,16 @@ class Rewrite(ABC):
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         """The nodes that `transform` would change or take away."""
 
-    @abstractmethod
     def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        """The graph after these choices. With every knob off it is `graph`."""
+        """The graph after these choices: `change` made to what `match` finds. With every knob off it is `graph`."""
+        if not self.applied(knobs):
+            return graph
+        matched = {node.name for node in self.match(graph, site)}
+        return with_nodes(graph, lambda node: self.change(graph, node, knobs) if node.name in matched else node)
+
+    def change(self, graph: Graph, node: Node, knobs: Mapping[str, Value]) -> Node:
+        """A matched node after these choices. This one is marked, with the bytes that it had."""
+        return node.changed(self.name)
 
     def memory_bytes(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> int:
         """Memory that these choices hold beyond weights, optimizer state, ids and pooled rows."""

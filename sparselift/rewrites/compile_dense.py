@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 
 from sparselift.ir import Graph, Node, Structure
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, with_nodes
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value
 
 # On two cores, of an MLP of four layers, forward and backward: starting the compiler once, and each module.
 _START_S, _MODULE_S = 10.0, 8.0
@@ -18,7 +18,8 @@ class CompileDense(Rewrite):
 
     A compiled graph fuses them; its matrix products are torch's. None of it is the sparse path's: what it gains is reported by its own
     knob. A graph of the whole forward has the lookups as nodes, grouped as the schedule groups them, and fuses what lies between modules,
-    for which it gives up their concatenation in place and the interaction's kernel.
+    for which it gives up their concatenation in place and the interaction's kernel. What the compiler fuses, and so what is left of the
+    traffic, shows only when it has run: nodes are marked, and keep their bytes.
     """
 
     name = "compile_dense"
@@ -53,13 +54,6 @@ class CompileDense(Rewrite):
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return tuple(node for node in graph.nodes if node.op in ("dense", "dense_backward")) if graph.structure.dense_modules else ()
-
-    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        """Marks what is compiled. What the compiler fuses, and so what is left of the traffic, shows only when it has run."""
-        if not self.applied(knobs):
-            return graph
-        matched = {node.name for node in self.match(graph, site)}
-        return with_nodes(graph, lambda node: node.changed(self.name) if node.name in matched else node)
 
 
 def compiler() -> str:

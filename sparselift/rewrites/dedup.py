@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sparselift.ir import Graph, Node
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, features_at, nodes_at, row_bytes, sketch_of, with_nodes
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, features_at, nodes_at, row_bytes, sketch_of
 
 _MIN_DUPLICATE_RATIO = 0.95        # below it, finding duplicates costs about what their repeated reads cost
 _MIN_POOLING = 10
@@ -28,12 +28,6 @@ class Dedup(Rewrite):
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return nodes_at(graph, site, "lookup")
 
-    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        if not self.applied(knobs):
-            return graph
-        matched = {node.name for node in self.match(graph, site)}
-        return with_nodes(graph, lambda node: self._deduplicated(graph, node) if node.name in matched else node)
-
     def memory_bytes(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> int:
         """The gathered rows and every lookup's int32 place among them."""
         if not self.applied(knobs):
@@ -41,7 +35,7 @@ class Dedup(Rewrite):
         return round(sum(_gathered_bytes(graph, feature.name) + 4 * sketch_of(graph, feature.name).lookups_per_batch
                          for feature in features_at(graph.structure, site)))
 
-    def _deduplicated(self, graph: Graph, node: Node) -> Node:
+    def change(self, graph: Graph, node: Node, knobs: Mapping[str, Value]) -> Node:
         """Reads: ids twice, each distinct row from the table and, in cache, from the copy. Writes: the copy, places, outputs."""
         k = sum(sketch_of(graph, name).lookups_per_batch for name in node.features)
         gathered = sum(_gathered_bytes(graph, name) for name in node.features)

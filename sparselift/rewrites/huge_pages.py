@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sparselift.ir import Graph, Node, Structure, Table
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at, tables_at, with_nodes
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at, tables_at
 
 PAGE_BYTES = 2 << 20
 MIN_TABLE_BYTES = 4 << 20          # below it, a table has fewer pages of 4 KiB than a second-level TLB has entries
@@ -35,13 +35,6 @@ class HugePages(Rewrite):
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return tuple(node for node in nodes_at(graph, site, "lookup", "update")
                      if any(wants_huge_pages(graph.structure.table(name)) for name in node.tables))
-
-    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        """Marks nodes: the same bytes, with fewer TLB misses."""
-        if not self.applied(knobs):
-            return graph
-        matched = {node.name for node in self.match(graph, site)}
-        return with_nodes(graph, lambda node: node.changed(self.name) if node.name in matched else node)
 
     def memory_bytes(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> int:
         """What rounding up to whole pages adds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from sparselift.ir import Graph, Interaction, Node, Structure
 from sparselift.rewrites.base import Knob, Rewrite, Site, Value
@@ -40,14 +39,8 @@ class FuseInteraction(Rewrite):
         names = {each.name for each in eligible_interactions(graph.structure)}
         return tuple(node for node in graph.nodes if node.op in _OPS and node.name.removesuffix("_backward") in names)
 
-    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
+    def change(self, graph: Graph, node: Node, knobs: Mapping[str, Value]) -> Node:
         """Vectors are read once and products written once, each way; the V x V products are nowhere."""
-        if not self.applied(knobs):
-            return graph
-        matched = {node.name for node in self.match(graph, site)}
-        return replace(graph, nodes=tuple(self._fused(graph, node) if node.name in matched else node for node in graph.nodes))
-
-    def _fused(self, graph: Graph, node: Node) -> Node:
         interaction = next(each for each in graph.structure.interactions if each.name == node.name.removesuffix("_backward"))
         concat = next(each for each in graph.structure.concats if each.name == interaction.concat)
         dim = graph.structure.table(graph.structure.feature(concat.features[0]).table).dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sparselift.ir import Graph, Node, Structure
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at, with_nodes
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at
 
 AUTO = "auto"                      # `default_shape` of csrc/cuda/program.cu
 
@@ -42,10 +42,3 @@ class ShapeKernels(Rewrite):
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return nodes_at(graph, site, "lookup", "update")
-
-    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        """Marks nodes: the same bytes, by other threads."""
-        if not self.applied(knobs):
-            return graph
-        matched = {node.name for node in self.match(graph, site)}
-        return with_nodes(graph, lambda node: node.changed(self.name) if node.name in matched else node)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sparselift.hardware import hardware
 from sparselift.ir import Graph, Node, Structure
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, with_nodes
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value
 
 
 class LinearLibrary(Rewrite):
@@ -43,11 +43,7 @@ class LinearLibrary(Rewrite):
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return tuple(node for node in graph.nodes if node.op in ("dense", "dense_backward")) if graph.structure.linears else ()
 
-    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
+    def change(self, graph: Graph, node: Node, knobs: Mapping[str, Value]) -> Node:
         """The same FLOPs; a ReLU is no call of its own, forward or backward."""
-        if not self.applied(knobs):
-            return graph
         fused = sum(linear.relu for linear in graph.structure.linears)
-        matched = {node.name for node in self.match(graph, site)}
-        return with_nodes(graph, lambda node: node.changed(self.name, launches=max(node.resources.launches - fused, 0))
-                          if node.name in matched else node)
+        return node.changed(self.name, launches=max(node.resources.launches - fused, 0))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from sparselift.ir import Graph, Node
 from sparselift.kernels.base import PARTITIONS
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at, with_nodes
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at
 
 
 class Partition(Rewrite):
     """By bag, threads share the reads of every table; by table, a small table stays in one core's cache.
 
-    Either way one thread pools a bag, in id order.
+    Either way one thread pools a bag, in id order, and moves the same bytes.
     """
 
     name = "partition"
@@ -27,10 +25,3 @@ class Partition(Rewrite):
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return nodes_at(graph, site, "lookup")
-
-    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        """Marks nodes: the same bytes, in another core's cache."""
-        if not self.applied(knobs):
-            return graph
-        matched = {node.name for node in self.match(graph, site)}
-        return with_nodes(graph, lambda node: node.changed(self.name) if node.name in matched else node)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sparselift.ir import Graph, Node, Structure
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at, outputs_per_batch, tables_at, with_nodes
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, nodes_at, outputs_per_batch, tables_at
 
 LINE_BYTES = 64
 _PREFER_OUTPUT_BYTES = 1 << 20     # outputs of that size have left L2 before anyone reads them
 
 
 class Stores(Rewrite):
-    """An ordinary store reads its cache line first. A streaming store does not, and leaves the caches to the rows of tables."""
+    """An ordinary store reads its cache line first. A streaming store does not, and leaves the caches to the rows of tables.
+
+    The lines that a store reads are not counted in a graph, so that bytes stay the same there.
+    """
 
     name = "stores"
     summary = "write pooled rows past the caches, in whole cache lines"
@@ -35,10 +38,3 @@ class Stores(Rewrite):
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
         return tuple(node for node in nodes_at(graph, site, "lookup")
                      if all(4 * graph.structure.table(name).dim % LINE_BYTES == 0 for name in node.tables))
-
-    def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        """Marks nodes: the same bytes, less the lines that a store reads, which are not counted."""
-        if not self.applied(knobs):
-            return graph
-        matched = {node.name for node in self.match(graph, site)}
-        return with_nodes(graph, lambda node: node.changed(self.name) if node.name in matched else node)
