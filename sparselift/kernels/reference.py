@@ -193,18 +193,24 @@ def _counts(spec: FeatureSpec, look: _Lookups) -> Tensor:
     return torch.zeros(len(look.offsets) - 1, dtype=torch.float32).index_add_(0, look.bags, kept).clamp_(min=1)
 
 
-def _pool(spec: FeatureSpec, table: Tensor, look: _Lookups) -> Tensor:
-    """(B, D) pooled rows. Step j adds the j-th id of every bag that is long enough."""
-    if spec.pooling == "none":
-        return table[look.ids].float()
+def _steps(spec: FeatureSpec, look: _Lookups) -> Iterator[tuple[Tensor, Tensor]]:
+    """Step j: the bags that have a j-th id which counts, and its position among the ids."""
     starts, lengths = look.offsets[:-1], look.offsets.diff()
-    pooled = torch.zeros(len(starts), table.shape[1], dtype=torch.float32)
     for step in range(int(lengths.max()) if len(lengths) else 0):
         bags = (lengths > step).nonzero()[:, 0]
         lookups = starts[bags] + step
         if spec.padding_idx is not None:
             kept = look.ids[lookups] != spec.padding_idx
             bags, lookups = bags[kept], lookups[kept]
+        yield bags, lookups
+
+
+def _pool(spec: FeatureSpec, table: Tensor, look: _Lookups) -> Tensor:
+    """(B, D) pooled rows. Step j adds the j-th id of every bag that is long enough."""
+    if spec.pooling == "none":
+        return table[look.ids].float()
+    pooled = torch.zeros(len(look.offsets) - 1, table.shape[1], dtype=torch.float32)
+    for bags, lookups in _steps(spec, look):
         rows = table[look.ids[lookups]].float()
         if look.weights is None:
             pooled[bags] += rows
@@ -217,15 +223,9 @@ def _pool(spec: FeatureSpec, table: Tensor, look: _Lookups) -> Tensor:
 
 def _pool_max(spec: FeatureSpec, table: Tensor, look: _Lookups) -> tuple[Tensor, Tensor]:
     """(B, D) maxima and the positions among the ids that they came from, -1 where no id counts."""
-    starts, lengths = look.offsets[:-1], look.offsets.diff()
-    pooled = torch.zeros(len(starts), table.shape[1], dtype=torch.float32)
+    pooled = torch.zeros(len(look.offsets) - 1, table.shape[1], dtype=torch.float32)
     positions = torch.full(pooled.shape, -1)
-    for step in range(int(lengths.max()) if len(lengths) else 0):
-        bags = (lengths > step).nonzero()[:, 0]
-        lookups = starts[bags] + step
-        if spec.padding_idx is not None:
-            kept = look.ids[lookups] != spec.padding_idx
-            bags, lookups = bags[kept], lookups[kept]
+    for bags, lookups in _steps(spec, look):
         rows = table[look.ids[lookups]].float()
         better = (positions[bags] < 0) | (rows > pooled[bags])
         pooled[bags] = torch.where(better, rows, pooled[bags])

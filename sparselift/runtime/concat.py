@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparselift.runtime._hot import are_labelled, label, version_of
 from sparselift.runtime.interaction import Crossing
+from sparselift.runtime.tensors import PlainCopies
 
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")} | {
@@ -138,7 +139,7 @@ class ConcatBuffer:
 _SHARED = "this concat shares its memory: tune with deny=('concat',)"
 
 
-class PooledSlice(Tensor):
+class PooledSlice(PlainCopies):
     """One lookup's (B, D) columns of a concat buffer."""
 
     _part: tuple[ConcatBuffer, int]    # the buffer, and the place in its concat
@@ -150,16 +151,6 @@ class PooledSlice(Tensor):
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
             self._own = self.clone(memory_format=torch.contiguous_format)
         return self._own
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        values = self.detach().clone(memory_format=torch.contiguous_format)      # not the whole buffer
-        return values.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if not self.is_leaf:
-            return Tensor.__deepcopy__(self, memo)                               # which torch refuses
-        memo[id(self)] = values = self.detach().clone(memory_format=torch.contiguous_format)
-        return values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -25,6 +25,7 @@ from sparselift.kernels.interaction import InteractionSpec
 from sparselift.lift.products import MULTIPLICATIONS, TRANSPOSES, VIEWS, flips, name_pairs, picked_pairs, stacks
 from sparselift.ops import nobody_watches
 from sparselift.runtime._hot import version_of
+from sparselift.runtime.tensors import PlainCopies
 
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _FACTS = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "shape")} | {
@@ -231,7 +232,7 @@ class _Triangle:
         return self.own
 
 
-class Followed(Tensor):
+class Followed(PlainCopies):
     """A tensor with memory and values of its own, on the way to an interaction."""
 
     _place: Any
@@ -246,16 +247,6 @@ class Followed(Tensor):
             # A triangle first: it alone is not what it natively is.
             first = next((each for each in followed if type(each._place) is _Triangle), followed[0] if followed else None)
             return func(*args, **kwargs) if first is None else first._place.step(func, args, kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        values = self.detach().clone(memory_format=torch.contiguous_format)
-        return values.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if not self.is_leaf:
-            return Tensor.__deepcopy__(self, memo)                               # which torch refuses
-        memo[id(self)] = values = self.detach().clone(memory_format=torch.contiguous_format)
-        return values
 
 
 class Products(Tensor):

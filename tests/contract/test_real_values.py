@@ -48,6 +48,22 @@ class TestRealValues:
         program.update([mine], [None], [UpdateRule("sgd", 0.037)], [Segment(batch, grad)])
         assert torch.equal(mine, bag.weight)
 
+    def step_of_torch(self, bag, optimizer, generator):
+        """Ids, none of which repeats, offsets and gradients of a step that torch has done."""
+        ids, starts = torch.randperm(50, generator=generator)[:40], torch.arange(0, 40, 7)
+        expected = bag(ids, starts)
+        grad = torch.randn(expected.shape, generator=generator)
+        optimizer.zero_grad()
+        expected.backward(grad)
+        optimizer.step()
+        return ids, starts, grad
+
+    def agree_and_go_on(self, before, mine, bag):
+        """To 4 ulp of weights or updates; the next step begins with torch's weights."""
+        largest = torch.maximum(before.abs(), mine.abs())
+        assert ((mine - bag.weight).abs() <= 4 * 2.0**-23 * largest).all()
+        mine.copy_(bag.weight.detach())
+
     def test_torch_adagrad_without_duplicates(self, backend):
         """The sums have torch's bits. Its square root is the vector library's, not always the nearest float32: weights agree to 4 ulp."""
         generator = torch.Generator().manual_seed(5)
@@ -58,18 +74,10 @@ class TestRealValues:
         program = backend.compile([TableSpec("t", 50, 17)], [FeatureSpec("f", 0, "mean")])
         optimizer = torch.optim.Adagrad(bag.parameters(), lr=0.037, eps=1e-6)
         for _ in range(3):
-            ids, starts = torch.randperm(50, generator=generator)[:40], torch.arange(0, 40, 7)
-            before = mine.clone()
-            expected = bag(ids, starts)
-            grad = torch.randn(expected.shape, generator=generator)
-            optimizer.zero_grad()
-            expected.backward(grad)
-            optimizer.step()
+            before, (ids, starts, grad) = mine.clone(), self.step_of_torch(bag, optimizer, generator)
             program.update([mine], [state], [UpdateRule("adagrad", 0.037, eps=1e-6)], [Segment(program.prepare([ids], [starts]), grad)])
             assert torch.equal(state, optimizer.state[bag.weight]["sum"])
-            largest = torch.maximum(before.abs(), mine.abs())
-            assert ((mine - bag.weight).abs() <= 4 * 2.0**-23 * largest).all()
-            mine.copy_(bag.weight.detach())
+            self.agree_and_go_on(before, mine, bag)
 
     def test_torch_sparse_adam_without_duplicates(self, backend):
         """As Adagrad: the moments have torch's bits, weights agree to 4 ulp. The first of three steps starts from nothing."""
@@ -81,20 +89,12 @@ class TestRealValues:
         program = backend.compile([TableSpec("t", 50, 17)], [FeatureSpec("f", 0, "mean")])
         optimizer = torch.optim.SparseAdam(bag.parameters(), lr=0.037, betas=(0.8, 0.97), eps=1e-6)
         for step in range(1, 4):
-            ids, starts = torch.randperm(50, generator=generator)[:40], torch.arange(0, 40, 7)
-            before = mine.clone()
-            expected = bag(ids, starts)
-            grad = torch.randn(expected.shape, generator=generator)
-            optimizer.zero_grad()
-            expected.backward(grad)
-            optimizer.step()
+            before, (ids, starts, grad) = mine.clone(), self.step_of_torch(bag, optimizer, generator)
             rule = UpdateRule("adam", 0.037 * (1 - 0.97**step) ** 0.5 / (1 - 0.8**step), eps=1e-6, betas=(0.8, 0.97))
             program.update([mine], [state], [rule], [Segment(program.prepare([ids], [starts]), grad)])
             for part, key in zip(state, ("exp_avg", "exp_avg_sq")):
                 assert torch.equal(part, optimizer.state[bag.weight][key])
-            largest = torch.maximum(before.abs(), mine.abs())
-            assert ((mine - bag.weight).abs() <= 4 * 2.0**-23 * largest).all()
-            mine.copy_(bag.weight.detach())
+            self.agree_and_go_on(before, mine, bag)
 
     @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
     @pytest.mark.parametrize("dim", [17, 64, 300])
