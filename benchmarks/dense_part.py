@@ -11,12 +11,12 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from cases import Bench, Case, CheckFailed, Side, check
-from interleave import Row, interleave, paired_row, write_rows
+from command import EXIT_NO_BENCH, add_options, load_bench, names, run
+from interleave import Row, interleave, paired_row
 from torch import Tensor
 
 import sparselift as sl
@@ -27,8 +27,6 @@ from sparselift.plan import default_plan
 from sparselift.schedule import build_schedule
 
 WORKLOADS = ("W6a", "W6b")
-BENCH = Path(__file__).resolve().parents[2] / "shared" / "bench"
-EXIT_CHECK_FAILED, EXIT_NO_BENCH = 1, 3
 
 # What each side pins; the rest of its plan is the default's.
 SIDES: dict[str, dict[str, Any]] = {
@@ -123,39 +121,24 @@ def measure(bench: Bench, args: argparse.Namespace) -> Iterator[Row]:
                 gc.collect()               # the tables of one pair of models at a time
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+def show(row: Row) -> str:
+    return (f"{row.workload:22} {row.threads} threads  {row.side:28} {row.median_ms:8.2f} ms  {row.baseline:7} "
+            f"{row.baseline_median_ms:8.2f} ms  {row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help=f"full steps; default: {','.join(WORKLOADS)}")
-    parser.add_argument("--optimizers", type=_names, default=["sgd"], help="of the tables; default: sgd")
-    parser.add_argument("--threads", type=lambda text: [int(count) for count in _names(text)], default=[1, 2], help="default: 1,2")
+    parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help=f"full steps; default: {','.join(WORKLOADS)}")
+    parser.add_argument("--optimizers", type=names, default=["sgd"], help="of the tables; default: sgd")
     parser.add_argument("--compile", action="store_true", help="also the plan whose MLPs are compiled, which takes half a minute first")
-    parser.add_argument("--reps", type=int, default=31, help="timed steps of every side; default: 31")
-    parser.add_argument("--bench-folder", type=Path, default=BENCH, help="where workloads.py and workloads.json are")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("dense_part.csv"))
+    add_options(parser, "dense_part.csv", "timed steps of every side")
     args = parser.parse_args(arguments)
-    try:
-        bench = Bench.load(args.bench_folder)
-    except FileNotFoundError as reason:
-        print(f"skipped {', '.join(args.workloads)}: {reason}", file=sys.stderr)
+    if (bench := load_bench(args.bench_folder, args.workloads)) is None:
         return EXIT_NO_BENCH
-    shapes, rows = bench.workloads.load_workloads(), []
+    shapes = bench.workloads.load_workloads()
     if unknown := [name for name in args.workloads if name not in shapes or not shapes[name].dlrm]:
         parser.error(f"there is no full step {', '.join(unknown)}; there are {', '.join(name for name in shapes if shapes[name].dlrm)}")
-    try:
-        for row in measure(bench, args):
-            rows.append(row)
-            print(f"{row.workload:22} {row.threads} threads  {row.side:28} {row.median_ms:8.2f} ms  {row.baseline:7} "
-                  f"{row.baseline_median_ms:8.2f} ms  {row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]", flush=True)
-            write_rows(args.out, rows)
-    except CheckFailed as reason:
-        print(f"check failed: {reason}", file=sys.stderr)
-        return EXIT_CHECK_FAILED
-    return 0
+    return run(measure(bench, args), show, args.out)
 
 
 if __name__ == "__main__":

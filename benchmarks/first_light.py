@@ -12,12 +12,12 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
-from cases import Bench, Case, CheckFailed, Side, check
+from cases import Bench, Case, Side, check
+from command import EXIT_NO_BENCH, add_options, load_bench, names, run
 from floor import FloorSide
-from interleave import Row, interleave, paired_row, single_row, write_rows
+from interleave import Row, interleave, paired_row, single_row
 from peer_sides import PEERS, peer_sides, release
 from quiet import hollow, silence
 
@@ -25,8 +25,6 @@ import sparselift as sl
 from sparselift.plan import Plan, default_plan
 
 WORKLOADS = ("W1", "W2", "W3", "W4", "W5", "W6b")
-BENCH = Path(__file__).resolve().parents[2] / "shared" / "bench"
-EXIT_CHECK_FAILED, EXIT_NO_BENCH = 1, 3
 LIFT_REPS = 3
 SHORT_STEPS = 20                          # without kernels, for one with
 
@@ -39,7 +37,15 @@ def make_plan(side: Side, pages: str, args: argparse.Namespace) -> tuple[str, Pl
     return "default", default_plan(sl.lift(side.workload()), constraints)
 
 
-def measure(bench: Bench, name: str, optimizer: str, args: argparse.Namespace) -> Iterator[Row]:
+def measure(bench: Bench, args: argparse.Namespace) -> Iterator[Row]:
+    shapes = bench.workloads.load_workloads()
+    for name in args.workloads:
+        for optimizer in shapes[name].optimizers:
+            if args.optimizers is None or optimizer in args.optimizers:
+                yield from measure_workload(bench, name, optimizer, args)
+
+
+def measure_workload(bench: Bench, name: str, optimizer: str, args: argparse.Namespace) -> Iterator[Row]:
     """The rows of one workload and optimizer."""
     case = Case(bench, bench.workloads.load_workloads()[name], optimizer, args.seed)
     for threads in args.threads:
@@ -114,62 +120,39 @@ def _seconds(step: Callable[[], object], reps: int) -> list[float]:
     return seconds[SHORT_STEPS:]
 
 
-def show(row: Row) -> None:
+def show(row: Row) -> str:
     label = f"{row.workload:22} {row.optimizer:16} {row.threads} threads"
     if row.ratio is None:
-        print(f"{label}                 {row.median_ms:9.3f} ms", flush=True)
-        return
+        return f"{label}                 {row.median_ms:9.3f} ms"
     floor = "" if row.over_floor is None else f"  {row.over_floor:4.2f} of the floor"
-    print(f"{label}  pages {row.huge_pages:3}  {row.baseline:8} {row.baseline_median_ms:8.2f} ms  plan {row.median_ms:8.2f} ms  "
-          f"{row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]  {row.gbps:5.1f} GB/s{floor}", flush=True)
+    return (f"{label}  pages {row.huge_pages:3}  {row.baseline:8} {row.baseline_median_ms:8.2f} ms  plan {row.median_ms:8.2f} ms  "
+            f"{row.ratio:5.2f}x [{row.low:.2f}, {row.high:.2f}]  {row.gbps:5.1f} GB/s{floor}")
 
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help=f"default: {','.join(WORKLOADS)}")
-    parser.add_argument("--optimizers", type=_names, default=None, help="default: all that a workload lists")
-    parser.add_argument("--threads", type=lambda text: [int(count) for count in _names(text)], default=[1, 2], help="default: 1,2")
-    parser.add_argument("--reps", type=int, default=31, help="timed pairs of steps; default: 31")
+    parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help=f"default: {','.join(WORKLOADS)}")
+    parser.add_argument("--optimizers", type=names, default=None, help="default: all that a workload lists")
     parser.add_argument("--huge-pages", choices=("on", "off", "both"), default="both", help="on: where the plan wants them; default: both")
-    parser.add_argument("--peers", type=_names, default=list(PEERS), help=f"of {','.join(PEERS)}, where installed; default: all")
+    parser.add_argument("--peers", type=names, default=list(PEERS), help=f"of {','.join(PEERS)}, where installed; default: all")
     parser.add_argument("--floor", action=argparse.BooleanOptionalAction, default=True, help="compare with what memory alone needs")
     parser.add_argument("--tune", type=int, default=0, metavar="TRIALS", help="tune a plan instead of taking the default one")
-    parser.add_argument("--bench-folder", type=Path, default=BENCH, help="where workloads.py and workloads.json are")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("first_light.csv"))
+    add_options(parser, "first_light.csv", "timed pairs of steps")
     return parser
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
 
 
 def main() -> int:
     parser = options()
     args = parser.parse_args()
-    try:
-        bench = Bench.load(args.bench_folder)
-    except FileNotFoundError as reason:
-        print(f"skipped {', '.join(args.workloads)}: {reason}", file=sys.stderr)
+    if (bench := load_bench(args.bench_folder, args.workloads)) is None:
         return EXIT_NO_BENCH
-    shapes, rows = bench.workloads.load_workloads(), []
-    for what, wanted, known in (("workload", args.workloads, tuple(shapes)), ("peer", args.peers, PEERS)):
+    for what, wanted, known in (("workload", args.workloads, tuple(bench.workloads.load_workloads())), ("peer", args.peers, PEERS)):
         if unknown := [name for name in wanted if name not in known]:
             parser.error(f"there is no {what} {', '.join(unknown)}; there are {', '.join(known)}")
     try:
-        for name in args.workloads:
-            for optimizer in shapes[name].optimizers:
-                if args.optimizers is None or optimizer in args.optimizers:
-                    for row in measure(bench, name, optimizer, args):
-                        rows.append(row)
-                        show(row)
-                        write_rows(args.out, rows)
-    except CheckFailed as reason:
-        print(f"check failed: {reason}", file=sys.stderr)
-        return EXIT_CHECK_FAILED
+        return run(measure(bench, args), show, args.out)
     finally:
         release()
-    return 0
 
 
 if __name__ == "__main__":

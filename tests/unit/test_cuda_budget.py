@@ -12,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.scripts import BENCHMARKS, ROOT, importable
+
 SAMPLE = """
 namespace sparselift::cuda {
 template <int kRows>
@@ -41,12 +42,10 @@ __global__ void __launch_bounds__(1024, 2) spilling_kernel(float* out, const flo
 
 
 @pytest.fixture
-def budget(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import cuda_budget
-    yield cuda_budget
-    for name in ("cuda_budget", "cuda_binary"):
-        sys.modules.pop(name, None)
+def budget() -> Iterator[ModuleType]:
+    with importable(BENCHMARKS):
+        import cuda_budget
+        yield cuda_budget
 
 
 @pytest.fixture

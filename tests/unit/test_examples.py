@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.unit.scripts import EXAMPLES, importable
+
 SMALL = ["--trials", "3", "--epochs", "1", "--pairs", "6", "--batch-size", "64", "--dim", "4"]
 
 
@@ -54,7 +55,6 @@ CASES = {"criteo": (write_clicks, "--data"), "flights": (write_flights, "--data"
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """run(name, *options) -> what the example prints; its results are in results.csv of the current folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
     def example(name: str, *options: str) -> str:
         write, option = CASES[name]
@@ -64,8 +64,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 
-    yield example
-    sys.modules.pop("_common", None)
+    with importable(EXAMPLES):
+        yield example
 
 
 @pytest.mark.slow
@@ -106,9 +106,8 @@ def test_data_that_is_absent_is_one_clear_error(run, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_help_names_the_options(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as stop:
+    with importable(EXAMPLES), pytest.raises(SystemExit) as stop:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert stop.value.code == 0 and "--trials" in capsys.readouterr().out
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +11,9 @@ from types import ModuleType
 import pytest
 
 from sparselift.kernels import available_backends
+from tests.unit.scripts import BENCHMARKS, importable
 
-ROOT = Path(__file__).parents[2]
-RECORDED = ROOT / "benchmarks" / "instructions.csv"
+RECORDED = BENCHMARKS / "instructions.csv"
 KERNELS = ["forward sum", "update rowwise_adagrad sort"]
 DIMS = [16, 100]
 
@@ -22,11 +21,9 @@ DIMS = [16, 100]
 @pytest.fixture(scope="module")
 def instructions() -> Iterator[ModuleType]:
     """The script."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
+    with importable(BENCHMARKS):
         import instructions
         yield instructions
-        sys.modules.pop("instructions")
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from sparselift.models import DLRM
+from tests.unit.scripts import SHARED_BENCH, importable
 
-BENCH = Path(__file__).parents[2] / ".." / "shared" / "bench"
 ROWS = (7, 11, 5)
 
 
@@ -96,11 +95,11 @@ def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -
         DLRM(**arguments)
 
 
-@pytest.mark.skipif(not BENCH.exists(), reason="no ../shared/bench")
-def test_the_loss_and_gradients_are_those_of_the_benchmarks_dense_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    from implementations import DenseDlrm
-    from workloads import Workload as BenchWorkload
+@pytest.mark.skipif(not SHARED_BENCH.exists(), reason="no ../shared/bench")
+def test_the_loss_and_gradients_are_those_of_the_benchmarks_dense_part() -> None:
+    with importable(SHARED_BENCH):
+        from implementations import DenseDlrm
+        from workloads import Workload as BenchWorkload
 
     dim, batch_size, rows = 16, 32, (50, 60, 70, 80)
     workload = BenchWorkload("small", "", rows, (1,) * 4, dim, batch_size, None, ("sgd",), True)
