@@ -26,6 +26,7 @@ from sparselift.runtime import compiled
 from sparselift.runtime.compiled import CompiledModules, compile_seconds
 from sparselift.space import SearchSpace, setup_s
 from sparselift.tuning import tune
+from tests.unit.dense_models import assert_alike, batch, gradients, planned, planned_copy, workload
 
 
 class Model(nn.Module):
@@ -42,22 +43,7 @@ class Model(nn.Module):
         return self.head(self.mlp(torch.cat([dense, self.emb(indices, offsets)], dim=1)))
 
 
-def batch(seed: int = 0, bags: int = 9) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(bags, 3, generator=generator), torch.arange(0, 2 * bags, 2), torch.randint(20, (2 * bags,), generator=generator))
-
-
-def workload(model: nn.Module) -> sl.Workload:
-    return sl.Workload("w", model, torch.optim.SGD(model.parameters(), lr=0.05), lambda m, given: m(*given).square().mean(),
-                       [batch(seed) for seed in range(3)], uses=frozenset())
-
-
-PIN = sl.Constraints(pin={"compile": "inductor"})
-
-
-def planned(model: nn.Module) -> tuple[sl.Plan, sl.Workload]:
-    work = workload(model)
-    return default_plan(sl.lift(work), PIN), work
+PIN = {"compile": "inductor"}
 
 
 def modules_of(model: nn.Module) -> CompiledModules:
@@ -66,27 +52,10 @@ def modules_of(model: nn.Module) -> CompiledModules:
     return dense
 
 
-def gradients(model: nn.Module, given: Any, seed: int = 0) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(seed)
-    out = model(*given)
-    out.square().sum().backward()
-    return [out.detach(), *(p.grad.to_dense() for p in model.parameters() if p.grad is not None)]
-
-
-def assert_alike(mine: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs):
-        assert (a - b).norm() <= 2e-6 * b.norm()
-
-
 def pair(middle: nn.Module | None = None) -> tuple[Model, Model]:
     """A native and a planned model, nothing of which is compiled yet."""
     native = Model(middle)
-    model = copy.deepcopy(native)
-    plan, work = planned(model)
-    sl.apply(plan, model, work.optimizer)
-    return native, model
+    return native, planned_copy(native, PIN)
 
 
 def no_compiler(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +116,7 @@ def test_it_is_off_by_default_and_one_of_the_choices() -> None:
     assert setup_s(graph.structure, whole) > setup_s(graph.structure, whole, first=False) > 5
     library = dict(SearchSpace(graph, sl.Constraints(pin={"linear": "onednn"})).toggles())
     assert not {"compile=inductor", "compile=inductor_graph"} & set(library)            # whose layers it would take away
-    assert default_plan(graph, PIN).equivalence == "reassociated"
+    assert default_plan(graph, sl.Constraints(pin=PIN)).equivalence == "reassociated"
 
 
 def test_evaluation_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +167,7 @@ def test_an_error_of_a_graph_is_the_callers_and_ends_nothing(monkeypatch: pytest
 
 
 def test_a_model_whose_module_has_another_forward_runs_the_plan() -> None:
-    plan, _ = planned(Model())
+    plan, _ = planned(Model(), PIN)
     model = Model()
     model.mlp.forward = model.mlp.forward
     assert "re-check" in [each.grade for each in compare(plan, sl.lift(workload(copy.deepcopy(model))).structure)]
@@ -212,7 +181,7 @@ def wrong(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def test_wrong_graphs_fail_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, work = planned(Model())
+    plan, work = planned(Model(), PIN)
     monkeypatch.setattr(torch, "compile", wrong)
     with pytest.raises(sl.errors.EquivalenceError, match="planned differs from native"):
         sl.verify(plan, work)
@@ -343,9 +312,9 @@ def test_copies_and_pickles_train_alone_and_unapply_gives_the_native_model_back(
 
 @pytest.mark.slow
 def test_a_right_one_is_certified_and_a_graph_break_refused() -> None:
-    certificate = sl.verify(*planned(Model()))
+    certificate = sl.verify(*planned(Model(), PIN))
     assert 0 < certificate.real["gradients of a step"] < 0.1
-    plan, work = planned(Model(Broken()))
+    plan, work = planned(Model(Broken()), PIN)
     with pytest.raises(LiftRefused, match=r"compile='inductor': mlp: torch.compile: \w+: .*data-dependent"):
         sl.verify(plan, work)
 

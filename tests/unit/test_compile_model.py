@@ -17,7 +17,8 @@ from sparselift.errors import LiftRefused
 from sparselift.grad import PendingGrad
 from sparselift.plan import default_plan
 from sparselift.runtime.compiled import CompiledModel
-from tests.unit.test_compile_dense import Broken, Model, assert_alike, batch, gradients, workload
+from tests.unit.dense_models import assert_alike, batch, gradients, workload
+from tests.unit.test_compile_dense import Broken, Model
 
 PIN = sl.Constraints(pin={"compile": "inductor_graph"})
 

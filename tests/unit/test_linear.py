@@ -28,6 +28,7 @@ from sparselift.runtime import linear as runtime
 from sparselift.runtime.linear import ChainForward, DenseLayers, LinearForward
 from sparselift.schedule import build_schedule
 from sparselift.verify.linears import check_linears_real
+from tests.unit.dense_models import assert_alike, batch, gradients, planned, planned_copy, workload
 
 CHOICES = ["fused", *(["onednn_forward", "onednn"] if runtime.is_available() else [])]
 needs_onednn = pytest.mark.skipif(not runtime.is_available(), reason="this torch has no oneDNN operator for linear layers")
@@ -48,47 +49,19 @@ class Model(nn.Module):
         return self.head(F.relu(self.mlp(torch.cat([dense, self.emb(indices, offsets)], dim=1))))
 
 
-def batch(seed: int = 0, bags: int = 9) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(bags, 3, generator=generator), torch.arange(0, 2 * bags, 2), torch.randint(20, (2 * bags,), generator=generator))
-
-
-def workload(model: nn.Module) -> sl.Workload:
-    return sl.Workload("w", model, torch.optim.SGD(model.parameters(), lr=0.05), lambda m, given: m(*given).square().mean(),
-                       [batch(seed) for seed in range(3)], uses=frozenset())
-
-
-def planned(model: nn.Module, choice: str = CHOICES[-1]) -> tuple[sl.Plan, sl.Workload]:
-    work = workload(model)
-    return default_plan(sl.lift(work), sl.Constraints(pin={"linear": choice})), work
+PIN = {"linear": CHOICES[-1]}
 
 
 def pair(choice: str = CHOICES[-1]) -> tuple[Model, Model]:
     """A native and a planned model."""
     native = Model()
-    model = copy.deepcopy(native)
-    plan, work = planned(model, choice)
-    sl.apply(plan, model, work.optimizer)
-    return native, model
+    return native, planned_copy(native, {"linear": choice})
 
 
 def dense_of(model: nn.Module) -> DenseLayers:
     dense = model.__dict__[ATTRIBUTE].runtime.dense
     assert dense is not None
     return dense
-
-
-def gradients(model: nn.Module, given: Any) -> list[Tensor]:
-    model.zero_grad()
-    out = model(*given)
-    out.square().sum().backward()
-    return [out.detach(), *(p.grad.to_dense() for p in model.parameters() if p.grad is not None)]
-
-
-def assert_alike(mine: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs):
-        assert (a - b).norm() <= 2e-6 * b.norm()
 
 
 # What lift finds
@@ -362,7 +335,7 @@ def test_copies_and_pickles_run_their_own_and_unapply_ends_it() -> None:
 
 
 def test_a_plan_runs_in_a_model_whose_layers_changed() -> None:
-    plan, _ = planned(Model())
+    plan, _ = planned(Model(), PIN)
     model = Model()
     model.head, model.mlp[5] = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1)), Scaled(16, 5)
     native = copy.deepcopy(model)
@@ -374,7 +347,7 @@ def test_a_plan_runs_in_a_model_whose_layers_changed() -> None:
 
 
 def test_a_plan_that_is_made_while_another_runs_has_its_layers() -> None:
-    plan, work = planned(Model())
+    plan, work = planned(Model(), PIN)
     schedule = build_schedule(plan.structure, plan.config)
     sl.apply(plan, work.model, work.optimizer)
     other = Applied(plan.structure, schedule, work.model)
@@ -383,7 +356,7 @@ def test_a_plan_that_is_made_while_another_runs_has_its_layers() -> None:
 
 @needs_onednn
 def test_a_torch_without_the_operator_runs_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, work = planned(Model())
+    plan, work = planned(Model(), PIN)
     native = copy.deepcopy(work.model)
     monkeypatch.setattr(runtime, "_SCHEMA", "another")
     assert not runtime.is_available()
@@ -397,7 +370,7 @@ def test_a_torch_without_the_operator_runs_its_own(monkeypatch: pytest.MonkeyPat
 
 def test_a_right_one_is_certified() -> None:
     for choice in CHOICES:
-        certificate = sl.verify(*planned(Model(), choice))
+        certificate = sl.verify(*planned(Model(), {"linear": choice}))
         assert certificate.exact["linear"] and certificate.exact["linear gradient"]
         assert 0 < certificate.real["linear layers"] < 1 and 0 < certificate.real["gradients of a step"] < 0.1
 
@@ -405,7 +378,7 @@ def test_a_right_one_is_certified() -> None:
 @needs_onednn
 @pytest.mark.parametrize("fault", ["no bias", "no ReLU", "a small error", "a wrong gradient"])
 def test_faults_fail_the_certificate(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    plan, work = planned(Model())
+    plan, work = planned(Model(), PIN)
     original = runtime._product
 
     def faulty(left: Tensor, right: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
@@ -424,7 +397,7 @@ def test_faults_fail_the_certificate(monkeypatch: pytest.MonkeyPatch, fault: str
 
 @pytest.mark.parametrize("fault", ["no bias", "no ReLU", "a row that is not finished", "no mask", "a wrong bias gradient"])
 def test_faults_around_the_products_fail_the_certificate(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    plan, work = planned(Model(), "fused")
+    plan, work = planned(Model(), {"linear": "fused"})
     finish, begin = CpuEpilogue.finish, CpuEpilogue.begin
 
     def finished(self: CpuEpilogue, out: Tensor, bias: Tensor | None, relu: bool) -> None:
