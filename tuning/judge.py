@@ -67,6 +67,7 @@ class Judge:
         """`compiling` says how many seconds this process has spent in compilers."""
         self._space, self._time, self._verify, self._clock, self._compiling = space, measure, verify, clock, compiling
         self._certificates: dict[Config, Mapping[str, Any]] = {}
+        self._logged: set[str] = set()
         self.native_allowed = not space.check(space.native)
         self.champion = Champion(space.native) if self.native_allowed else Champion(space.default, speedup=0.0)
         self.timed_s = self.warmup_s = self.waited_s = self.certificate_s = self.compile_s = 0.0
@@ -84,13 +85,20 @@ class Judge:
             logger.warning("a config is refused, since it does not compute what native computes: %s", error)
             return Infeasible(f"not equivalent to native: {error}")
         except LiftRefused as error:
-            return Infeasible(str(error))
+            return self._refused(str(error))
         found = self.measure(self._space.native, config, prune_below=_HOPELESS * self.champion.speedup)
         confirmed = self._confirmed(config, found)
         facts = _facts(found, confirmed, None if confirmed is None else self._certificates[config])
         if self.compile_s > compiled_s:
             facts["compile_s"] = self.compile_s - compiled_s
         return Measured(1 / found.speedup.value, facts)
+
+    def _refused(self, reason: str) -> Infeasible:
+        """Many configs share a choice that the model does not allow: the log has its reason once."""
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.info("a config is refused: %s", reason)
+        return Infeasible(reason)
 
     def recall(self, trials: Iterable[StudyTrial]) -> None:
         """Crown the fastest trial that was confirmed, also by other processes that work on the same study."""

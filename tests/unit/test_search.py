@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparselift.errors import EquivalenceError, SparseLiftError
+from sparselift.errors import EquivalenceError, LiftRefused, SparseLiftError
 from sparselift.lift import lift
 from sparselift.measure import Comparison, Stage
 from sparselift.plan import Interval, Plan
@@ -309,6 +309,19 @@ def test_what_is_not_equivalent_is_never_timed(work):
     assert all(each.knobs["update"] != "fused" for config in timed for each in config.classes)
     refused = [record for record in result.records if record.state == "infeasible"]
     assert any("not equivalent to native: output 3 differs" in record.reason for record in refused)
+
+
+def test_what_the_model_does_not_allow_is_logged_once(work, caplog):
+    """Many configs share the choice."""
+    def verify(config):
+        if config.policy["concat"]:
+            raise LiftRefused("concat=True: no room")
+        return {}
+
+    with caplog.at_level("INFO", "sparselift.tuning"):
+        result = run(work, verify=verify, trials=8)
+    assert sum("concat=True: no room" in record.reason for record in result.records) > 1
+    assert [record.levelname for record in caplog.records if record.getMessage().endswith("concat=True: no room")] == ["INFO"]
 
 
 def test_where_nothing_is_equivalent_the_plan_is_native(work, monkeypatch):
