@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from sparselift.kernels.base import Segment
+from tests.contract.cases import CASES, RULES
 from tests.contract.naive import random_case
 from tests.contract.on_device import OnDevice, Storages
-from tests.contract.test_kernels import CASES, RULES
 from tests.contract.test_kernels import TestKernels as Kernels
 from tests.contract.test_refusals import TestRefusals as Refusals
+from tests.contract.test_updates import TestUpdates as Updates
 
 HOST = torch.device("cpu")             # in the place of a device, with memory of its own
 
@@ -55,16 +56,16 @@ def test_a_fault_is_raised_by_the_call_that_made_it() -> None:
 def test_the_contract_runs_on_copies(emulator: object) -> None:
     emulator.set_schedule("forward")
     moved = OnDevice(emulator.backend(), HOST)
-    kernels = Kernels()
+    kernels, updates = Kernels(), Updates()
     kernels.test_the_registered_classes(moved)
     kernels.test_a_program_can_be_copied(moved)
     kernels.test_parameters_that_require_grad(moved)
     kernels.test_a_batch_owns_its_ids_and_weights(moved)
     for layout in ("shared", "transposed", "unaligned"):
-        kernels.test_gradients_in_any_layout(moved, layout)
+        updates.test_gradients_in_any_layout(moved, layout)
     for name in ("mixed", "weighted_padding"):
         kernels.test_forward_into_one_buffer_leaves_other_columns_alone(moved, random_case(1, **CASES[name]))
-        kernels.test_coalesced_and_expanded_gradients(moved, random_case(1, **CASES[name]))
-        kernels.test_update(moved, random_case(1, **CASES[name]), RULES[3], "sort")
+        updates.test_coalesced_and_expanded_gradients(moved, random_case(1, **CASES[name]))
+        updates.test_update(moved, random_case(1, **CASES[name]), RULES[3], "sort")
     Refusals().test_ids_out_of_range(moved, 11, 36)
     Refusals().test_wrong_inputs(moved)
