@@ -62,14 +62,24 @@ class Table:
     name: str                      # as in model.named_parameters()
     rows: int
     dim: int
-    dtype: str                     # "float32"
+    dtype: str                     # "float32"; of its rows when looked up, of their gradients and of its own
     sparse: bool                   # torch gives it a COO gradient (sparse=True), or a dense one
     optimizer: OptimizerInfo | None  # None: no optimizer holds it (frozen, or updated by hand)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return self.rows * self.dim * TABLE_DTYPES[self.dtype]
+        return self.rows * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of weights, of pooled rows or of a gradient."""
+        return self.dim * TABLE_DTYPES[self.dtype]
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of a number that its optimizer keeps: torch has them in the table's dtype, and kernels take float32 ones."""
+        return 4 if self.optimizer is not None and self.optimizer.fused_rule else TABLE_DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,11 +139,11 @@ class _Run:
         self.outputs[id(output)] = key, output
 
     def saw_cat(self, tensors: Any, result: Tensor) -> None:
-        """A torch.cat(dim=1): a concat if it has lookups and everything in it is (B, n)."""
+        """A torch.cat(dim=1): a concat if it has lookups and everything in it is (B, n), of one dtype, which nothing converts."""
         self.products.join(tensors)
         parts: list[Key | int] = []
         for tensor in tensors:
-            if tensor.dim() != 2 or tensor.dtype != torch.float32:
+            if tensor.dim() != 2 or tensor.dtype != result.dtype:
                 return
             parts.append(self.outputs[id(tensor)][0] if id(tensor) in self.outputs else tensor.shape[1])
         if outputs := [id(tensor) for tensor in tensors if id(tensor) in self.outputs]:

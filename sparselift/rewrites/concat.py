@@ -54,6 +54,6 @@ class FuseConcat(Rewrite):
     @staticmethod
     def _copied(graph: Graph, node: Node) -> int:
         """Bytes of the parts that are no lookups: what is left of the copy."""
-        lookups = sum(4 * graph.structure.table(feature.table).dim * outputs_per_batch(graph, feature)
+        lookups = sum(graph.structure.table(feature.table).row_bytes * outputs_per_batch(graph, feature)
                       for feature in map(graph.structure.feature, node.features))
         return max(0, round(node.resources.read_bytes - lookups))
