@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from sparselift.dtypes import dtype_name
 from sparselift.errors import LiftRefused
 from sparselift.ir import Refusal, Table
 from sparselift.nn import Embedding, EmbeddingBag, TableBatchedEmbeddingBags
@@ -118,7 +119,7 @@ def _refusal(path: str, module: nn.Module) -> Refusal | None:
     facts = {"module": module, "kind": kind.__name__, "where": f"{kind.__module__}.{kind.__qualname__}",
              "native": "EmbeddingBag" if isinstance(module, nn.EmbeddingBag) else "Embedding"}
     if weight is not None:
-        facts |= {"weight": type(weight).__name__, "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device,
+        facts |= {"weight": type(weight).__name__, "dtype": dtype_name(weight.dtype), "device": weight.device,
                   "strides": weight.stride(), "shape": tuple(weight.shape)}
     return Refusal(path, rule.reason.format(**facts), rule.remedy.format(**facts))
 
@@ -161,8 +162,8 @@ def _tables(work: Workload, names: Mapping[Tensor, str], modules: dict[str, Embe
     tables: dict[Tensor, Table] = {}
     for module in modules.values():
         weight = module.weight
-        info = optimizer_info(module.sparse, held.get(weight, []))
-        tables[weight] = Table(names[weight], len(weight), weight.shape[1], "float32", module.sparse, info)
+        info = optimizer_info(module.sparse, held.get(weight, []), weight.dtype)
+        tables[weight] = Table(names[weight], len(weight), weight.shape[1], dtype_name(weight.dtype), module.sparse, info)
     return tables, list(refusals.values())
 
 

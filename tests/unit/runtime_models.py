@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparselift.apply import Applied
+from sparselift.dtypes import dtype_name
 from sparselift.ir import Concat, Feature, InputPath, Structure, Table
 from sparselift.optim import holders, optimizer_info
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
@@ -33,6 +35,19 @@ class Bags(nn.Module):
         return self.top(torch.cat([self.bottom(dense), *pooled], dim=1))
 
 
+class HalfBags(Bags):
+    """The same with tables in another dtype, and a dense part in float32."""
+
+    def __init__(self, dtype: torch.dtype, **kind: Any) -> None:
+        super().__init__(**kind)
+        self.emb.to(dtype)
+
+    def forward(self, dense: Tensor, offsets: Sequence[Tensor], indices: Sequence[Tensor],
+                weights: Sequence[Tensor | None] = (None, None, None)) -> Tensor:
+        pooled = [e(i, o, w) for e, i, o, w in zip(self.emb, indices, offsets, weights)]
+        return self.top(torch.cat([self.bottom(dense).to(pooled[0].dtype), *pooled], dim=1).float())
+
+
 def batch(seed: int, bags: int = 6) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dense (B, 3), offsets and indices, with empty bags and repeated ids."""
     generator = torch.Generator().manual_seed(seed)
@@ -48,8 +63,8 @@ def bags_structure(model: Bags, optimizers: Sequence[torch.optim.Optimizer], wei
     """What lifting `Bags` finds."""
     tables, features, held = [], [], holders(optimizers)
     for t, module in enumerate(model.emb):
-        info = optimizer_info(module.sparse, held.get(module.weight, ()))
-        tables.append(Table(f"emb.{t}.weight", *module.weight.shape, "float32", module.sparse, info))
+        info = optimizer_info(module.sparse, held.get(module.weight, ()), module.weight.dtype)
+        tables.append(Table(f"emb.{t}.weight", *module.weight.shape, dtype_name(module.weight.dtype), module.sparse, info))
         indices, offsets, weights = (InputPath(("args", argument, t)) for argument in (2, 1, 3))
         features.append(Feature(f"emb.{t}", f"emb.{t}", 0, f"emb.{t}.weight", module.mode, module.padding_idx, False, "offsets", weighted,
                                 "int64", indices, offsets, weights if weighted else None))
