@@ -106,7 +106,7 @@ class ConcatBuffer:
             return self.result
         others = [parts[place] for place, _, _ in self.layout.others]
         for part, (_, _, width) in zip(others, self.layout.others):
-            if type(part) is not Tensor or part.dtype != torch.float32 or not part.is_cpu or part.shape != (len(self.raw), width):
+            if type(part) is not Tensor or part.dtype != self.raw.dtype or not part.is_cpu or part.shape != (len(self.raw), width):
                 return None
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:      # which ask for more than values
             return None

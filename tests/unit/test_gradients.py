@@ -43,7 +43,7 @@ def fresh(pair: Pair, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def another(grad: PendingGrad) -> PendingGrad:
     """The same pending gradient once more."""
-    state = GradState(grad.state.table, grad.state.shape, grad.state.sparse)
+    state = GradState(grad.state.table, grad.state.shape, grad.state.sparse, grad.dtype)
     state.arrived = grad.state.arrived
     return PendingGrad(state)
 
