@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from sparselift.dtypes import dtype_name
 from sparselift.errors import LiftRefused
 from sparselift.ir import Refusal, Table
+from sparselift.kernels.base import WEIGHT_DTYPES
 from sparselift.nn import Embedding, EmbeddingBag, TableBatchedEmbeddingBags
 from sparselift.optim import Holder, fused_rule, holders, optimizer_info
 from sparselift.rules import Rule, first
@@ -141,8 +142,8 @@ MODULE_RULES = (
 
 WEIGHT_RULES = (
     Rule("a weight of another class", lambda w: type(w) is not nn.Parameter, "its weight is a {weight}", "use a plain nn.Parameter"),
-    Rule("another dtype", lambda w: w.dtype != torch.float32, "its weight is {dtype}",
-         "float32 is lifted; sparselift.nn runs float16 and bfloat16 in the kernels without a plan"),
+    Rule("another dtype", lambda w: dtype_name(w.dtype) not in WEIGHT_DTYPES, "its weight is {dtype}",
+         "float32, float16 and bfloat16 are lifted"),
     Rule("another device", lambda w: w.device.type != "cpu", "its weight is on {device}", "tables on the CPU are lifted"),
     Rule("a weight with other strides", lambda w: not w.is_contiguous(), "its weight is not contiguous (strides {strides})",
          "weight.data = weight.data.contiguous()"),

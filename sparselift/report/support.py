@@ -29,8 +29,8 @@ that were validated first, and `last_path` says so:
 
 ## Modules under a plan
 
-Any `nn.EmbeddingBag` and `nn.Embedding`, and ours, are lifted, but for these. They stay native, and `graph.explain()` names each with its
-reason:
+Any `nn.EmbeddingBag` and `nn.Embedding`, and ours, with float32, float16 or bfloat16 tables are lifted, but for these. They stay native,
+and `graph.explain()` names each with its reason:
 
 | not lifted | reason | what would help |
 |---|---|---|
