@@ -109,13 +109,15 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """A `torch.cat(parts, dim=1)` whose parts are lookups and, perhaps, other (B, n) tensors.
+    """A `torch.cat(parts, dim=1)` whose parts are lookups of one dtype and, perhaps, other (B, n) tensors.
 
-    `parts` holds a feature's name, or the width of another tensor at that place.
+    `parts` holds a feature's name, or the width of another tensor at that place. Those have the dtype of the result, to which torch
+    converts narrower lookups.
     """
 
     name: str
     parts: tuple[str | int, ...]
+    dtype: str = "float32"         # of the result
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -191,7 +193,7 @@ class Structure:
                          for t in document["tables"]),
             features=tuple(Feature(**{**f, **{key: _path(f[key]) for key in ("indices", "offsets", "weights")}})
                            for f in document["features"]),
-            concats=tuple(Concat(c["name"], tuple(c["parts"])) for c in document["concats"]),
+            concats=tuple(Concat(c["name"], tuple(c["parts"]), c["dtype"]) for c in document["concats"]),
             optimizers=tuple(document["optimizers"]),
             uses=None if document["uses"] is None else tuple(document["uses"]),
             world_size=document["world_size"],

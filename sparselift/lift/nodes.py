@@ -4,10 +4,10 @@ Letters: i id bytes, w bytes of a weight, which pooled rows and gradients have a
 s optimizer state bytes a row, P radix passes or parameters. Memory traffic in bytes:
 
 lookup        K * (i + m*D*w) + B*D*w; m = U/K where the U rows fit into cache, else 1
-concat        2 * B * sum(D) * w
-interaction   products of V vectors (B, D), B * w * (2*V*D + V*V) read or written by bmm, 2*P by the index, 2*(D + P) by the concat
+concat        B * sum(D) * (w + o), o bytes of an element of the result
+interaction   products of V vectors (B, D), B * o * (2*V*D + V*V) read or written by bmm, 2*P by the index, 2*(D + P) by the concat
 dense         opaque: FLOPs, operator calls and measured seconds, without those of interactions
-interaction_backward   B * w * (D + P + 2*P + V*V by the index, 2*(V*V + 2*V*D) by bmm, 3*V*D by their sum)
+interaction_backward   B * o * (D + P + 2*P + V*V by the index, 2*(V*V + 2*V*D) by bmm, 3*V*D by their sum)
 expand        K*D*w read; K*(D*w + 8) written, or R*D*w where the gradient is dense
 coalesce      sort 2*P*K*(8 + 4); K*D*w read, U*(D*w + 8) written
 update        2*n*(D*w + s) + n*D*w for the gradient; n = U, K for SGD, which does not coalesce, R for a dense gradient
@@ -109,11 +109,6 @@ def _arrives_from(structure: Structure, features: set[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(through.get(name, "dense_backward") for name in sorted(features)))
 
 
-def concat_dtype(structure: Structure, concat: Concat) -> str:
-    """The dtype of a concat's parts, which is one."""
-    return structure.table(structure.feature(concat.features[0]).table).dtype
-
-
 def interaction_spec(structure: Structure, interaction: Interaction) -> InteractionSpec:
     """What an interaction computes."""
     concat = next(each for each in structure.concats if each.name == interaction.concat)
@@ -126,9 +121,8 @@ def _interaction(structure: Structure, interaction: Interaction, sketches: Mappi
     spec = interaction_spec(structure, interaction)
     concat = next(each for each in structure.concats if each.name == interaction.concat)
     batch = round(sketches[concat.features[0]].bags_per_batch)
-    dtype = concat_dtype(structure, concat)
-    forward, backward = measure_interaction(batch, spec, torch_dtype(dtype))
-    vectors, square, pairs, out = (itemsize(dtype) * batch * each for each in (
+    forward, backward = measure_interaction(batch, spec, torch_dtype(concat.dtype))
+    vectors, square, pairs, out = (itemsize(concat.dtype) * batch * each for each in (
         spec.num_vectors * spec.dim, spec.num_vectors ** 2, spec.num_pairs, spec.width))
     tables = tuple(dict.fromkeys(structure.feature(name).table for name in concat.features))
     return (
@@ -167,11 +161,14 @@ def _lookup(structure: Structure, feature: Feature, sketch: Sketch, seconds: flo
 
 def _concat(structure: Structure, concat: Concat, sketches: Mapping[str, Sketch]) -> Node:
     features = [structure.feature(name) for name in concat.features]
-    width = sum(part if isinstance(part, int) else structure.table(structure.feature(part).table).dim for part in concat.parts)
-    nbytes = round(sketches[features[0].name].bags_per_batch * width * itemsize(concat_dtype(structure, concat)))
+    tables = [structure.table(feature.table) for feature in features]
+    others = sum(part for part in concat.parts if isinstance(part, int))
+    bags, element = sketches[features[0].name].bags_per_batch, itemsize(concat.dtype)
+    read = round(bags * (others * element + sum(table.row_bytes for table in tables)))
+    written = round(bags * element * (others + sum(table.dim for table in tables)))
     return Node(concat.name, "concat", "forward", tuple(f"lookup:{feature.name}" for feature in features),
                 tuple(dict.fromkeys(feature.table for feature in features)), concat.features,
-                Resources(read_bytes=nbytes, write_bytes=nbytes, live_bytes=2 * nbytes))
+                Resources(read_bytes=read, write_bytes=written, live_bytes=read + written))
 
 
 def _gradient(table: Table, features: tuple[str, ...], sizes: _Sizes, seconds: float, arriving: tuple[str, ...]) -> list[Node]:

@@ -63,7 +63,8 @@ class LookupGroup:
         self.is_rounded = any(dtype is not torch.float32 for dtype in self.dtypes)     # kernels compute in float32
         self._shapes = {(table.rows, table.dim) for table in tables}
         self.widths = self._widths()
-        self.layout = None if concat is None else ConcatLayout(self.widths, [isinstance(part, str) for part in concat.parts])
+        self.layout = None if concat is None else ConcatLayout(
+            self.widths, [isinstance(part, str) for part in concat.parts], torch_dtype(concat.dtype))
         self.is_flat = all(feature.form == "offsets" for feature in features)
         self.has_weights = any(feature.weighted for feature in features)
         self.calls = self.calls_ahead = 0             # the latter with a batch that was prepared ahead
@@ -215,7 +216,7 @@ class Prepared:
 class LookupCall:
     """One batch on its way through a group: the prepared ids, and what its backward must do."""
 
-    __slots__ = ("batch", "buffer", "grads", "group", "hooks", "shapes", "trainable", "uses", "versions", "weighted", "weights")
+    __slots__ = ("batch", "buffer", "grads", "group", "hooks", "shapes", "trainable", "uses", "versions", "weighted", "weights", "wide")
 
     group: LookupGroup
     batch: IndexBatch
@@ -223,13 +224,14 @@ class LookupCall:
     weighted: tuple[int, ...]      # features whose per-sample weights want a gradient
     versions: list[int]            # of the weights at the lookup, where a per-sample weight wants a gradient
     buffer: Tensor | None
+    wide: Tensor | None            # memory of a concat that is wider than its lookups
     uses: Uses | None              # of a concat's slices
 
     def __init__(self, group: LookupGroup, weights: Sequence[Tensor], grads: Sequence[TableGrad]) -> None:
         self.group, self.weights, self.grads = group, weights, grads
         self.trainable = trainable(weights)
         self.hooks = RemovableHandle.next_id           # torch counts every hook that is registered anywhere
-        self.buffer = self.uses = None
+        self.buffer = self.wide = self.uses = None
 
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> None:
         """Hand the ids to the kernels, unless that was done ahead."""
@@ -251,6 +253,7 @@ class LookupCall:
                 self.buffer = group.memory.take((bags, sum(group.widths)))
                 group.program.forward(self.weights, batch, self.buffer)
                 if group.is_rounded:
+                    self.wide = self.buffer if group.concat.dtype == "float32" else None
                     self.buffer = group.rounded(self.buffer, group.dtypes[0])
             return (self.buffer,)
         sizes = [bags * width for bags, width in zip(batch.num_bags, group.widths)]
@@ -271,9 +274,9 @@ class LookupCall:
         if self.group.layout is None:
             return list(outputs)
         assert self.buffer is not None
-        buffer, self.buffer = self.buffer, None        # the call outlives the forward; the output must not
+        buffer, wide, self.buffer, self.wide = self.buffer, self.wide, None, None      # the call outlives the forward; outputs must not
         self.uses = Uses()
-        return ConcatBuffer(outputs[0], buffer, self.group.layout, self.uses, self.group.crossing).slices()
+        return ConcatBuffer(outputs[0], buffer, wide, self.group.layout, self.uses, self.group.crossing).slices()
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""

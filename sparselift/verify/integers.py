@@ -14,7 +14,6 @@ from torch import Tensor
 from sparselift.dtypes import torch_dtype
 from sparselift.ir import Feature, Structure
 from sparselift.kernels.base import state_shapes
-from sparselift.lift.nodes import concat_dtype
 from sparselift.stats import Sketch
 from sparselift.verify.maxima import first_maxima
 from sparselift.verify.twin import LR, Rule, TwinBatch
@@ -69,8 +68,8 @@ def draw(structure: Structure, sketches: Mapping[str, Sketch], bags: int, genera
         weights.append(factors)
         bag_of.append(owner)
         grads[feature.name] = _integers((bags, table.dim), SCALES[table.dtype].grad, generator, table.dtype, density)
-    foreign = tuple(tuple(_integers((bags, part), SCALES[dtype].weight, generator, dtype) for part in concat.parts if isinstance(part, int))
-                    for concat in structure.concats for dtype in (concat_dtype(structure, concat),))
+    foreign = tuple(tuple(_integers((bags, part), SCALES[concat.dtype].weight, generator, concat.dtype)
+                          for part in concat.parts if isinstance(part, int)) for concat in structure.concats)
     return Drawn(TwinBatch(tuple(indices), tuple(offsets), tuple(weights), foreign), grads, tuple(bag_of))
 
 

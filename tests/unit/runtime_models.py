@@ -17,6 +17,7 @@ from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
 ROWS = (11, 40, 7)
 DIM = 8
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Bags(nn.Module):
@@ -68,7 +69,7 @@ def bags_structure(model: Bags, optimizers: Sequence[torch.optim.Optimizer], wei
         indices, offsets, weights = (InputPath(("args", argument, t)) for argument in (2, 1, 3))
         features.append(Feature(f"emb.{t}", f"emb.{t}", 0, f"emb.{t}.weight", module.mode, module.padding_idx, False, "offsets", weighted,
                                 "int64", indices, offsets, weights if weighted else None))
-    concat = Concat("cat", (DIM, *(f.name for f in features)))
+    concat = Concat("cat", (DIM, *(f.name for f in features)), tables[0].dtype)
     return Structure(tuple(tables), tuple(features), (concat,), tuple(type(o).__name__ for o in optimizers), None)
 
 
@@ -99,3 +100,10 @@ def assert_same(native: nn.Module, lifted: nn.Module, exact: bool = True) -> Non
     """Equal parameters, bit for bit or to rounding."""
     for (name, a), (_, b) in zip(native.named_parameters(), lifted.named_parameters(), strict=True):
         assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6), f"{name}: {(a - b).abs().max()}"
+
+
+def close(mine: Tensor, theirs: Tensor, half: torch.dtype | None = None) -> None:
+    """Equal to a few roundings of their dtype, or of that of the tables that they come from."""
+    assert mine.dtype == theirs.dtype and mine.layout == theirs.layout
+    got, want, eps = mine.to_dense().float(), theirs.to_dense().float(), torch.finfo(half or theirs.dtype).eps
+    torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps * float(want.abs().max()))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparselift.apply import ATTRIBUTE, apply, explain, unapply
+from sparselift.apply import apply, explain, unapply
 from sparselift.batches import prefetch_batches
 from sparselift.errors import LiftRefused, PlanMismatchError
 from sparselift.ir import Graph, Structure
@@ -24,9 +24,8 @@ from sparselift.space import Constraints
 from sparselift.space.classes import size_classes
 from sparselift.verify import verify
 from sparselift.workload import Workload
-from tests.unit.runtime_models import DIM, ROWS, Bags, HalfBags, batch
+from tests.unit.runtime_models import DIM, HALVES, ROWS, Bags, HalfBags, batch, close
 
-HALVES = (torch.float16, torch.bfloat16)
 Make = Callable[[Bags], list[torch.optim.Optimizer]]
 
 
@@ -69,13 +68,6 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def close(mine: Tensor, theirs: Tensor, half: torch.dtype | None = None) -> None:
-    """Equal to a few roundings of their dtype, or of that of the tables that they come from."""
-    assert mine.dtype == theirs.dtype and mine.layout == theirs.layout
-    got, want, eps = mine.to_dense().float(), theirs.to_dense().float(), torch.finfo(half or theirs.dtype).eps
-    torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -186,53 +178,6 @@ def test_gradients_of_several_backwards() -> None:
     for mine, theirs in zip(planned.model.emb, wide.model.emb):
         assert torch.allclose(mine.weight.float(), theirs.weight, rtol=2e-3, atol=2e-3)
     assert "nothing fell back" in explain(planned.model)
-
-
-class Mixed(nn.Module):
-    """Tables of three dtypes, pooled in three ways, with trainable per-sample weights, and none of them in a concat."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wide = nn.EmbeddingBag(20, DIM, mode="sum", sparse=True)
-        self.narrow = nn.EmbeddingBag(30, DIM, mode="sum", sparse=True, dtype=torch.float16)
-        self.brain = nn.Embedding(40, DIM, sparse=True, dtype=torch.bfloat16)
-        self.scale = nn.Parameter(torch.ones(12))
-
-    def forward(self, ids: Tensor, starts: Tensor, factors: Tensor, rows: Tensor) -> Tensor:
-        narrow = self.narrow(ids, starts, per_sample_weights=factors)
-        return self.wide(ids, starts).sum() + narrow.float().pow(2).sum() + self.brain(rows).float().pow(2).sum()
-
-
-def mixed_batch(seed: int, grad: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    factors = torch.randn(12, generator=source).half().requires_grad_(grad)
-    return torch.randint(0, 20, (12,), generator=source), torch.arange(0, 12, 3), factors, torch.randint(0, 40, (4, 2), generator=source)
-
-
-def test_tables_of_several_dtypes_in_one_call() -> None:
-    native, planned = Mixed(), Mixed()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (native, planned)]
-    work = Workload("mixed", planned, optimizers[1], lambda m, b: m(*b), [mixed_batch(seed) for seed in range(3)])
-    graph = lift(work)
-    assert {table.name: table.dtype for table in graph.structure.tables} == {
-        "wide.weight": "float32", "narrow.weight": "float16", "brain.weight": "bfloat16"}
-    plan = default_plan(graph)
-    verify(plan, work)
-    apply(plan, planned, optimizers[1])
-    for seed in range(3):
-        inputs = [mixed_batch(seed, grad=True) for _ in optimizers]
-        for model, optimizer, given in zip((native, planned), optimizers, inputs):
-            model(*given).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        close(inputs[1][2].grad, inputs[0][2].grad)                 # type: ignore[arg-type]
-        for mine, theirs in zip(planned.parameters(), native.parameters()):
-            close(mine.detach(), theirs.detach())
-    (prelude,) = planned.__dict__[ATTRIBUTE].runtime.preludes
-    assert len(prelude.group.tables) == 3 and prelude.group.calls == 3 and "nothing fell back" in explain(planned)
-    with pytest.raises(TypeError, match=r"per-sample weights must have the weight's dtype torch\.float16; got torch\.float32"):
-        planned(*mixed_batch(0)[:2], mixed_batch(0)[2].float(), mixed_batch(0)[3])
 
 
 def test_evaluations_and_batches_that_are_prepared_ahead() -> None:
