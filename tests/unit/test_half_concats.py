@@ -161,3 +161,12 @@ def test_compiled_graphs_have_torchs_lookups_of_half_tables() -> None:
     for mine, theirs in zip(planned.parameters(), native.parameters()):
         assert torch.equal(mine, theirs)
     assert "a compiled graph has torch's own lookup: a node has float32 tables" in explain(planned)
+
+
+def test_a_graph_of_the_whole_forward_is_not_for_half_tables() -> None:
+    model = Promoted(torch.bfloat16, False)
+    model.bottom = nn.Sequential(nn.Linear(3, DIM), nn.ReLU(), nn.Linear(DIM, DIM))      # type: ignore[assignment]
+    graph = lift(Workload("promoted", model, sgd(model), lambda m, b: m(*b).sum(), [batch(seed) for seed in range(3)]))
+    compiled = next(rewrite for rewrite in CATALOG if rewrite.name == "compile_dense")
+    said = compiled.legal(graph.structure, Site("policy", ()), {"compile": "inductor_graph"})
+    assert said == "table emb.0.weight: bfloat16 tables are looked up outside of graphs"
