@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparselift.dtypes import dtype_name
 from sparselift.errors import LiftRefused
 from sparselift.ir import DEVICES, Feature, OptimizerInfo, Structure, Table
 from sparselift.kernels.base import KernelBackend
@@ -208,7 +209,7 @@ def current_structure(recorded: Structure, model: nn.Module, optimizers: Sequenc
     for table in recorded.tables:
         if table.name in parameters:
             weight, is_sparse = parameters[table.name], sparse.get(table.name, table.sparse)
-            tables.append(_current_table(table, weight, is_sparse, optimizer_info(is_sparse, held.get(weight, ()))))
+            tables.append(_current_table(table, weight, is_sparse, optimizer_info(is_sparse, held.get(weight, ()), weight.dtype)))
     devices = {parameters[table.name].device.type for table in tables}
     linears, _ = find_linears(model)
     dense_modules, _ = find_dense_modules(model)
@@ -228,5 +229,5 @@ def _current_feature(feature: Feature, modules: dict[str, nn.Module]) -> Feature
 
 def _current_table(table: Table, weight: Tensor, sparse: bool, optimizer: OptimizerInfo | None) -> Table:
     shape = tuple(weight.shape) if weight.dim() == 2 else (weight.numel(), 1)
-    return replace(table, rows=shape[0], dim=shape[1], dtype=str(weight.dtype).removeprefix("torch."), sparse=sparse,
+    return replace(table, rows=shape[0], dim=shape[1], dtype=dtype_name(weight.dtype), sparse=sparse,
                    optimizer=optimizer)

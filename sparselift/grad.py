@@ -48,17 +48,17 @@ class Arrival:
 
 
 class GradState:
-    """What a pending gradient stands for; shared by the aliases of a dense one that `detach` hands out.
+    """What a pending gradient stands for, in the table's dtype; shared by the aliases of a dense one that `detach` hands out.
 
     Either `value` is None and the gradient is the sum of what arrived, each times its scale (1 if `scales` is None), or `value`
     is the gradient and `arrived` is empty. Tables that got their gradients from the same backwards share one tuple. `origin` is what a
     sparse one was detached from.
     """
 
-    __slots__ = ("table", "shape", "sparse", "arrived", "scales", "value", "origin", "__weakref__")
+    __slots__ = ("table", "shape", "sparse", "dtype", "arrived", "scales", "value", "origin", "__weakref__")
 
-    def __init__(self, table: str, shape: tuple[int, int], sparse: bool) -> None:
-        self.table, self.shape, self.sparse = table, shape, sparse
+    def __init__(self, table: str, shape: tuple[int, int], sparse: bool, dtype: torch.dtype) -> None:
+        self.table, self.shape, self.sparse, self.dtype = table, shape, sparse, dtype
         self.arrived: tuple[Arrival, ...] = ()
         self.scales: tuple[float, ...] | None = None
         self.value: Tensor | None = None
@@ -68,7 +68,7 @@ class GradState:
         """What torch's `detach` gives: for a dense gradient the same memory; a sparse one shares values until either is written to."""
         if not self.sparse:
             return self
-        other = GradState(self.table, self.shape, True)
+        other = GradState(self.table, self.shape, True, self.dtype)
         other.arrived, other.scales, other.origin = self.arrived, self.scales, self
         other.value = None if self.value is None else self.value.detach()
         return other
@@ -140,17 +140,21 @@ class GradState:
         return [a.scaled(a.place[self.table], scale) for a, scale in zip(arrived, scales or (1.0,) * len(arrived))]
 
     def _coalesced(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> tuple[Tensor, Tensor]:
-        """(U,) int64 rows, ascending, and (U, D) sums."""
+        """(U,) int64 rows, ascending, and (U, D) sums, made in float32 and then rounded to the table's dtype."""
         if not arrived:
-            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.shape[1], dtype=torch.float32)
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.shape[1], dtype=self.dtype)
         program = arrived[0].program
         if all(a.program is program for a in arrived):
-            return program.coalesced_grad(arrived[0].place[self.table], self._segments(arrived, scales))
+            rows, sums = program.coalesced_grad(arrived[0].place[self.table], self._segments(arrived, scales))
+            return rows, self._rounded(sums)
         grad = self._expanded(arrived, scales).coalesce()
-        return grad.indices()[0], grad.values()
+        return grad.indices()[0], self._rounded(grad.values())
 
     def _expanded(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
-        """COO, uncoalesced, a row a lookup. Several backwards are added as torch adds them, which sums some rows and not others."""
+        """COO, uncoalesced, a row a lookup. Several backwards are added as torch adds them, which sums some rows and not others.
+
+        In float32, whatever the table's dtype: torch cannot add sparse float16 tensors.
+        """
         total: Tensor | None = None                # of the engine's runs before
         run: Tensor | None = None                  # of this one
         for place, (arrival, segment) in enumerate(zip(arrived, self._segments(arrived, scales))):
@@ -167,11 +171,15 @@ class GradState:
     def _native(self, arrived: Sequence[Arrival], scales: Sequence[float] | None) -> Tensor:
         """The gradient that torch's autograd would have accumulated: COO if sparse, else (R, D)."""
         if self.sparse:
-            return self._expanded(arrived, scales)
+            return self._rounded(self._expanded(arrived, scales))
         rows, values = self._coalesced(arrived, scales)
-        dense = torch.zeros(self.shape, dtype=torch.float32)
+        dense = torch.zeros(self.shape, dtype=self.dtype)
         dense[rows] = values
         return dense
+
+    def _rounded(self, sums: Tensor) -> Tensor:
+        """Float32 sums in the table's dtype. torch takes as long to find that there is nothing to do as for a few rows."""
+        return sums if self.dtype is torch.float32 else sums.to(self.dtype)
 
 
 def accumulated(grad: Tensor, new: Tensor) -> Tensor:
@@ -187,7 +195,7 @@ class PendingGrad(Tensor):
     @staticmethod
     def __new__(cls, state: GradState) -> PendingGrad:
         layout = torch.sparse_coo if state.sparse else torch.strided
-        self = torch.Tensor._make_wrapper_subclass(cls, state.shape, dtype=torch.float32,
+        self = torch.Tensor._make_wrapper_subclass(cls, state.shape, dtype=state.dtype,
                                                          device=torch.device("cpu"), layout=layout)
         self._state = state
         return self
@@ -289,7 +297,7 @@ def _vector_norm(grad: PendingGrad, ord: float = 2, dim: Any = None, keepdim: bo
         return NotImplemented
     values = grad._state.coalesced_values()
     if not values.numel() and math.isinf(ord):
-        return torch.zeros((), dtype=dtype or torch.float32)
+        return torch.zeros((), dtype=dtype or values.dtype)
     return torch.linalg.vector_norm(values, ord, dtype=dtype)
 
 
@@ -301,7 +309,7 @@ def _scale(grad: PendingGrad, factor: Any) -> Any:
     if not isinstance(grad, PendingGrad):
         return NotImplemented
     if isinstance(factor, Tensor):
-        if factor.dim() or factor.dtype != torch.float32:
+        if factor.dim() or factor.dtype not in (torch.float32, grad._state.dtype):
             return NotImplemented
         factor = factor.item()
     if not isinstance(factor, (int, float)):

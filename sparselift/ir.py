@@ -62,14 +62,24 @@ class Table:
     name: str                      # as in model.named_parameters()
     rows: int
     dim: int
-    dtype: str                     # "float32"
+    dtype: str                     # "float32"; of its rows when looked up, of their gradients and of its own
     sparse: bool                   # torch gives it a COO gradient (sparse=True), or a dense one
     optimizer: OptimizerInfo | None  # None: no optimizer holds it (frozen, or updated by hand)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return self.rows * self.dim * TABLE_DTYPES[self.dtype]
+        return self.rows * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of weights, of pooled rows or of a gradient."""
+        return self.dim * TABLE_DTYPES[self.dtype]
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of a number that its optimizer keeps: torch has them in the table's dtype, and kernels take float32 ones."""
+        return 4 if self.optimizer is not None and self.optimizer.fused_rule else TABLE_DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +109,15 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """A `torch.cat(parts, dim=1)` whose parts are lookups and, perhaps, other (B, n) tensors.
+    """A `torch.cat(parts, dim=1)` whose parts are lookups of one dtype and, perhaps, other (B, n) tensors.
 
-    `parts` holds a feature's name, or the width of another tensor at that place.
+    `parts` holds a feature's name, or the width of another tensor at that place. Those have the dtype of the result, to which torch
+    converts narrower lookups.
     """
 
     name: str
     parts: tuple[str | int, ...]
+    dtype: str = "float32"         # of the result
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -181,7 +193,7 @@ class Structure:
                          for t in document["tables"]),
             features=tuple(Feature(**{**f, **{key: _path(f[key]) for key in ("indices", "offsets", "weights")}})
                            for f in document["features"]),
-            concats=tuple(Concat(c["name"], tuple(c["parts"])) for c in document["concats"]),
+            concats=tuple(Concat(c["name"], tuple(c["parts"]), c["dtype"]) for c in document["concats"]),
             optimizers=tuple(document["optimizers"]),
             uses=None if document["uses"] is None else tuple(document["uses"]),
             world_size=document["world_size"],

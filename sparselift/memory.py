@@ -7,9 +7,11 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from .errors import KernelError
@@ -50,9 +52,12 @@ class OutputRing:
     def __reduce__(self) -> tuple[type[OutputRing], tuple[int]]:
         return OutputRing, (self._max_idle_bytes,)
 
-    def take(self, shape: tuple[int, ...]) -> Tensor:
-        """A C-contiguous float32 tensor whose contents are undefined. Raises MemoryError."""
-        return self._ring.take(shape)
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A C-contiguous tensor of float32, or of a dtype of 16 bits, whose contents are undefined. Raises MemoryError."""
+        if dtype is torch.float32:
+            return self._ring.take(shape)
+        count = prod(shape)
+        return self._ring.take((-(-count // 2),)).view(dtype)[:count].view(shape)
 
     @property
     def idle_bytes(self) -> int:

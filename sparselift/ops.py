@@ -79,11 +79,7 @@ class BagLookup:
         return self.program.prepare(indices, offsets, sample_weights if self.dtype is float32 else self._widened(sample_weights))
 
     def _widened(self, sample_weights: Sequence[Tensor | None] | None) -> Sequence[Tensor | None] | None:
-        """Per-sample weights as the kernels take them. Raises TypeError for those of another dtype than the tables'."""
-        for each in sample_weights or ():
-            if each is not None and each.dtype is not self.dtype:
-                raise TypeError(f"per-sample weights must have the weight's dtype {self.dtype}; got {each.dtype}")
-        return sample_weights and [each if each is None else each.float() for each in sample_weights]
+        return sample_weights and widened(sample_weights, [self.dtype] * len(sample_weights))
 
     def __call__(self, tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor | int], sparse: bool,
                  sample_weights: Tensor | None = None) -> Tensor:
@@ -145,6 +141,14 @@ class BagLookup:
         grads = [self.program.weight_grad(tables, batch, feature, block) for feature, block in enumerate(blocks)]
         found = grads[0] if len(grads) == 1 else torch.cat(grads)
         return found if self.dtype is float32 else found.to(self.dtype)
+
+
+def widened(sample_weights: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+    """Per-sample weights as kernels take them, a feature each. Raises TypeError for those of another dtype than their table's."""
+    for each, own in zip(sample_weights, dtypes):
+        if each is not None and each.dtype is not own:
+            raise TypeError(f"per-sample weights must have the weight's dtype {own}; got {each.dtype}")
+    return [each if each is None else each.float() for each in sample_weights]
 
 
 def split_sample_weights(sample_weights: Tensor | None, indices: Sequence[Tensor]) -> Sequence[Tensor | None] | None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparselift.dtypes import dtype_name
 from sparselift.ir import OptimizerInfo
 from sparselift.kernels.base import State, UpdateRule, state_shapes
 from sparselift.kernels.noise import chance, noise_key, round_by_chance
-from sparselift.rules import Rule
+from sparselift.rules import Rule, first
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -97,8 +98,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for position, (group, weight) in enumerate(self._parameters()):
             if weight.grad is not None:
                 state = self.state[weight]
-                key = noise_key(group["rounding_seed"], position, int(state["step"])) if _is_rounded(weight, group) else None
-                _rowwise_adagrad(weight, weight.grad, state["sum"], group, key)
+                _rowwise_adagrad(weight, weight.grad, state["sum"], group, rounding_key(group, weight, position, state))
                 state["step"] += 1
         return loss
 
@@ -112,7 +112,7 @@ def _seed(value: Any) -> int:
 
 def _is_rounded(weight: Tensor, group: dict[str, Any]) -> bool:
     """Whether a parameter is rounded by chance."""
-    return group["rounding_seed"] is not None and weight.dtype in (torch.float16, torch.bfloat16)
+    return group["rounding_seed"] is not None and weight.dtype in _HALVES
 
 
 def _sum_dtype(weight: Tensor, group: dict[str, Any]) -> torch.dtype:
@@ -160,20 +160,22 @@ def holders(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, list[Ho
     return found
 
 
-def optimizer_info(sparse: bool, held: Sequence[Holder]) -> OptimizerInfo | None:
+def optimizer_info(sparse: bool, held: Sequence[Holder], dtype: torch.dtype) -> OptimizerInfo | None:
     """The optimizer of a table and the fused rule for it. `held`: the table's entry of `holders`; None where no optimizer holds it."""
     for index, optimizer, group in held:
-        return OptimizerInfo(index, type(optimizer).__name__, *fused_rule(optimizer, group, sparse))
+        return OptimizerInfo(index, type(optimizer).__name__, *fused_rule(optimizer, group, sparse, dtype))
     return None
 
 
-def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: bool) -> tuple[str | None, str]:
+def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: bool,
+               dtype: torch.dtype = torch.float32) -> tuple[str | None, str]:
     """The kernel's rule for the tables of a param group, or None and the reason.
 
     Parameters
     ----------
     group   one of optimizer.param_groups
     sparse  whether the table's gradient is torch.sparse_coo
+    dtype   of the table
 
     Only exact types count: a subclass may compute something else. With a dense gradient a rule is exact only where an
     untouched row (gradient 0) stays as it is.
@@ -182,10 +184,9 @@ def fused_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], sparse: 
     rules = OPTIMIZER_RULES.get(kind)
     if rules is None:
         return None, f"no fused update for {kind.__module__}.{kind.__qualname__}"
-    subject = (group, sparse)
-    for rule in rules:
-        if rule.holds(subject):
-            return None, rule.reason.format(optimizer=kind.__name__, **group)
+    found = first(rules, (group, sparse)) or first(STATE_RULES.get(kind, ()), (group, dtype))
+    if found is not None:
+        return None, found.reason.format(optimizer=kind.__name__, dtype=dtype_name(dtype), **group)
     return _KINDS[kind], ""
 
 
@@ -226,13 +227,26 @@ OPTIMIZER_RULES: dict[type[torch.optim.Optimizer], tuple[Rule, ...]] = {
         Rule("a dense gradient", lambda subject: not subject[1], "SparseAdam takes sparse gradients alone"),
         _TENSOR_RATE),
 }
+
+_HALVES = (torch.float16, torch.bfloat16)
+_HALF_STATE = Rule("a float16 or bfloat16 table", lambda subject: subject[1] in _HALVES,
+                   "{optimizer} keeps what it sums of a {dtype} table in {dtype}, and kernels sum in float32")
+# The same, of what an optimizer keeps, given (param group, dtype of the table). SGD keeps nothing.
+STATE_RULES: dict[type[torch.optim.Optimizer], tuple[Rule, ...]] = {
+    torch.optim.Adagrad: (_HALF_STATE,),
+    RowWiseAdagrad: (
+        Rule("a float16 or bfloat16 table without `rounding_seed`",
+             lambda subject: subject[1] in _HALVES and subject[0]["rounding_seed"] is None,
+             "{optimizer} without rounding_seed keeps the sums of a {dtype} table in {dtype}, and kernels sum in float32"),),
+    torch.optim.SparseAdam: (_HALF_STATE,),
+}
 FUSED_OPTIMIZERS = tuple(OPTIMIZER_RULES)        # all of them call a closure once, before anything else
 _KINDS = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", RowWiseAdagrad: "rowwise_adagrad", torch.optim.SparseAdam: "adam"}
 STATE_KEYS = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}     # of torch's
 
 
-def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any]) -> UpdateRule:
-    """The hyperparameters of the coming step for one table. `state` is optimizer.state[weight] before the step."""
+def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any], key: int | None = None) -> UpdateRule:
+    """The hyperparameters of the coming step for one table. `state` is optimizer.state[weight] before the step; `key` of `rounding_key`."""
     maximize = bool(group.get("maximize", False))
     if rule == "sgd":
         return UpdateRule("sgd", float(group["lr"]), maximize=maximize)
@@ -244,7 +258,15 @@ def update_rule(rule: str, group: dict[str, Any], state: dict[str, Any]) -> Upda
     if rule == "adagrad":
         lr = group["lr"] / (1 + float(state["step"]) * group["lr_decay"]) if group["lr_decay"] else group["lr"]
         return UpdateRule("adagrad", float(lr), float(group["eps"]), maximize=maximize)
-    return UpdateRule("rowwise_adagrad", float(group["lr"]), float(group["eps"]), float(group["weight_decay"]), maximize)
+    return UpdateRule("rowwise_adagrad", float(group["lr"]), float(group["eps"]), float(group["weight_decay"]), maximize, noise_key=key)
+
+
+def rounding_key(group: dict[str, Any], weight: Tensor, position: int, state: dict[str, Any]) -> int | None:
+    """What the chance of a weight's coming step is drawn from; None where it is rounded to the nearest.
+
+    `position` is the parameter's in the optimizer, `state` optimizer.state[weight] before the step.
+    """
+    return noise_key(group["rounding_seed"], position, int(state["step"])) if _is_rounded(weight, group) else None
 
 
 def state_parts(rule: str, state: dict[str, Any]) -> tuple[Tensor, ...]:

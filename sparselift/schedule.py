@@ -10,6 +10,7 @@ from sparselift.kernels.base import AUTO_SHAPE, KernelShape
 from sparselift.rewrites.base import SizeClass, Value
 from sparselift.rewrites.group_tables import lookup_groups
 from sparselift.rewrites.huge_pages import wants_huge_pages
+from sparselift.rewrites.interaction import eligible_interactions
 from sparselift.rewrites.kernel_shape import AUTO
 from sparselift.space import Config, config_problems
 
@@ -82,7 +83,7 @@ def build_schedule(structure: Structure, config: Config) -> Schedule:
             tables[name] = _table_schedule(structure.table(name), each.knobs)
     classes = [SizeClass(each.name, each.tables) for each in config.classes]
     groups = lookup_groups(structure, classes, str(config.policy["group_by"]), bool(config.policy["concat"]))
-    products = {each.concat: each.name for each in structure.interactions} if config.policy["interaction"] else {}
+    products = {each.concat: each.name for each in eligible_interactions(structure)} if config.policy["interaction"] else {}
     return Schedule("planned", tuple(GroupSchedule(*group, products.get(str(group.concat))) for group in groups), tables,
                     str(config.policy["linear"]), str(config.policy["compile"]),
                     KernelShape(**{name: _number(config.policy[name]) for name in ("block_threads", "loads_in_flight", "chunk_lookups")}))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor, float32
 
 from sparselift.dtypes import torch_dtype
@@ -264,8 +265,8 @@ class BagProgram(ABC):
 class OutputMemory(Protocol):
     """Buffers for what kernels write, of the memory that they write to."""
 
-    def take(self, shape: tuple[int, ...]) -> Tensor:
-        """A contiguous float32 tensor whose contents are undefined."""
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype = float32) -> Tensor:
+        """A contiguous tensor of float32, or of a dtype of 16 bits, whose contents are undefined."""
 
 
 class KernelBackend(ABC):

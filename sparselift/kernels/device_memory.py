@@ -86,8 +86,8 @@ class DeviceOutputs:
     memory: DeviceMemory
     stream: Callable[[], int]
 
-    def take(self, shape: tuple[int, ...]) -> Tensor:
-        return self.memory.empty(shape, torch.float32, self.stream())
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.memory.empty(shape, dtype, self.stream())
 
 
 @dataclass(frozen=True, slots=True)

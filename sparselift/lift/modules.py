@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from sparselift.dtypes import dtype_name
 from sparselift.errors import LiftRefused
 from sparselift.ir import Refusal, Table
+from sparselift.kernels.base import WEIGHT_DTYPES
 from sparselift.nn import Embedding, EmbeddingBag, TableBatchedEmbeddingBags
 from sparselift.optim import Holder, fused_rule, holders, optimizer_info
 from sparselift.rules import Rule, first
@@ -118,7 +120,7 @@ def _refusal(path: str, module: nn.Module) -> Refusal | None:
     facts = {"module": module, "kind": kind.__name__, "where": f"{kind.__module__}.{kind.__qualname__}",
              "native": "EmbeddingBag" if isinstance(module, nn.EmbeddingBag) else "Embedding"}
     if weight is not None:
-        facts |= {"weight": type(weight).__name__, "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device,
+        facts |= {"weight": type(weight).__name__, "dtype": dtype_name(weight.dtype), "device": weight.device,
                   "strides": weight.stride(), "shape": tuple(weight.shape)}
     return Refusal(path, rule.reason.format(**facts), rule.remedy.format(**facts))
 
@@ -140,8 +142,8 @@ MODULE_RULES = (
 
 WEIGHT_RULES = (
     Rule("a weight of another class", lambda w: type(w) is not nn.Parameter, "its weight is a {weight}", "use a plain nn.Parameter"),
-    Rule("another dtype", lambda w: w.dtype != torch.float32, "its weight is {dtype}",
-         "float32 is lifted; sparselift.nn runs float16 and bfloat16 in the kernels without a plan"),
+    Rule("another dtype", lambda w: dtype_name(w.dtype) not in WEIGHT_DTYPES, "its weight is {dtype}",
+         "float32, float16 and bfloat16 are lifted"),
     Rule("another device", lambda w: w.device.type != "cpu", "its weight is on {device}", "tables on the CPU are lifted"),
     Rule("a weight with other strides", lambda w: not w.is_contiguous(), "its weight is not contiguous (strides {strides})",
          "weight.data = weight.data.contiguous()"),
@@ -161,8 +163,8 @@ def _tables(work: Workload, names: Mapping[Tensor, str], modules: dict[str, Embe
     tables: dict[Tensor, Table] = {}
     for module in modules.values():
         weight = module.weight
-        info = optimizer_info(module.sparse, held.get(weight, []))
-        tables[weight] = Table(names[weight], len(weight), weight.shape[1], "float32", module.sparse, info)
+        info = optimizer_info(module.sparse, held.get(weight, []), weight.dtype)
+        tables[weight] = Table(names[weight], len(weight), weight.shape[1], dtype_name(weight.dtype), module.sparse, info)
     return tables, list(refusals.values())
 
 

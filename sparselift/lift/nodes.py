@@ -1,16 +1,16 @@
 """The nodes of a native training step, and what each needs.
 
-Letters: i id bytes, w weight bytes, B bags, D dim, K ids, U distinct rows, R rows, s optimizer state bytes a row, P radix passes
-or parameters. Memory traffic in bytes:
+Letters: i id bytes, w bytes of a weight, which pooled rows and gradients have as well, B bags, D dim, K ids, U distinct rows, R rows,
+s optimizer state bytes a row, P radix passes or parameters. Memory traffic in bytes:
 
-lookup        K * (i + m*D*w) + B*D*4; m = U/K where the U rows fit into cache, else 1
-concat        2 * B * sum(D) * 4
-interaction   products of V vectors (B, D), B * 4 * (2*V*D + V*V) read or written by bmm, 2*P by the index, 2*(D + P) by the concat
+lookup        K * (i + m*D*w) + B*D*w; m = U/K where the U rows fit into cache, else 1
+concat        B * sum(D) * (w + o), o bytes of an element of the result
+interaction   products of V vectors (B, D), B * o * (2*V*D + V*V) read or written by bmm, 2*P by the index, 2*(D + P) by the concat
 dense         opaque: FLOPs, operator calls and measured seconds, without those of interactions
-interaction_backward   B * 4 * (D + P + 2*P + V*V by the index, 2*(V*V + 2*V*D) by bmm, 3*V*D by their sum)
-expand        K*D*4 read; K*(D*4 + 8) written, or R*D*4 where the gradient is dense
-coalesce      sort 2*P*K*(8 + 4); K*D*4 read, U*(D*4 + 8) written
-update        2*n*(D*w + s) + n*D*4 for the gradient; n = U, K for SGD, which does not coalesce, R for a dense gradient
+interaction_backward   B * o * (D + P + 2*P + V*V by the index, 2*(V*V + 2*V*D) by bmm, 3*V*D by their sum)
+expand        K*D*w read; K*(D*w + 8) written, or R*D*w where the gradient is dense
+coalesce      sort 2*P*K*(8 + 4); K*D*w read, U*(D*w + 8) written
+update        2*n*(D*w + s) + n*D*w for the gradient; n = U, K for SGD, which does not coalesce, R for a dense gradient
 dense_update  (3 + 2*states)*P*4
 """
 
@@ -24,6 +24,7 @@ from math import ceil, log2
 import torch
 from torch import Tensor
 
+from sparselift.dtypes import itemsize, torch_dtype
 from sparselift.hardware import hardware
 from sparselift.ir import Concat, Feature, Interaction, Node, Resources, Structure, Table
 from sparselift.kernels.interaction import InteractionSpec
@@ -120,8 +121,8 @@ def _interaction(structure: Structure, interaction: Interaction, sketches: Mappi
     spec = interaction_spec(structure, interaction)
     concat = next(each for each in structure.concats if each.name == interaction.concat)
     batch = round(sketches[concat.features[0]].bags_per_batch)
-    forward, backward = measure_interaction(batch, spec)
-    vectors, square, pairs, out = (4 * batch * each for each in (
+    forward, backward = measure_interaction(batch, spec, torch_dtype(concat.dtype))
+    vectors, square, pairs, out = (itemsize(concat.dtype) * batch * each for each in (
         spec.num_vectors * spec.dim, spec.num_vectors ** 2, spec.num_pairs, spec.width))
     tables = tuple(dict.fromkeys(structure.feature(name).table for name in concat.features))
     return (
@@ -147,38 +148,41 @@ def _opaque(name: str, phase: str, inputs: tuple[str, ...], cost: DenseCost, apa
 
 def _lookup(structure: Structure, feature: Feature, sketch: Sketch, seconds: float | None, cache_bytes: int) -> Node:
     table = structure.table(feature.table)
-    k, row_bytes = sketch.lookups_per_batch, table.nbytes / max(table.rows, 1)
-    rows_read = sketch.unique_per_batch if sketch.unique_per_batch * row_bytes <= cache_bytes else k
+    k = sketch.lookups_per_batch
+    rows_read = sketch.unique_per_batch if sketch.unique_per_batch * table.row_bytes <= cache_bytes else k
     outputs = _outputs(feature, sketch)
     bag_bytes = sketch.bags_per_batch * 8 if feature.form == "offsets" else 0
-    id_bytes = k * (_ID_BYTES[feature.index_dtype] + (4 if feature.weighted else 0)) + bag_bytes
+    id_bytes = k * (_ID_BYTES[feature.index_dtype] + (itemsize(table.dtype) if feature.weighted else 0)) + bag_bytes
     return Node(f"lookup:{feature.name}", "lookup", "forward", (), (table.name,), (feature.name,), Resources(
         flops=round(k * table.dim * (2 if feature.weighted else 1)) if feature.pooling != "none" else 0,
-        read_bytes=round(id_bytes + rows_read * row_bytes), write_bytes=round(outputs * table.dim * 4),
-        live_bytes=round(id_bytes + outputs * table.dim * 4), time_s=seconds))
+        read_bytes=round(id_bytes + rows_read * table.row_bytes), write_bytes=round(outputs * table.row_bytes),
+        live_bytes=round(id_bytes + outputs * table.row_bytes), time_s=seconds))
 
 
 def _concat(structure: Structure, concat: Concat, sketches: Mapping[str, Sketch]) -> Node:
     features = [structure.feature(name) for name in concat.features]
-    width = sum(part if isinstance(part, int) else structure.table(structure.feature(part).table).dim for part in concat.parts)
-    nbytes = round(sketches[features[0].name].bags_per_batch * width * 4)
+    tables = [structure.table(feature.table) for feature in features]
+    others = sum(part for part in concat.parts if isinstance(part, int))
+    bags, element = sketches[features[0].name].bags_per_batch, itemsize(concat.dtype)
+    read = round(bags * (others * element + sum(table.row_bytes for table in tables)))
+    written = round(bags * element * (others + sum(table.dim for table in tables)))
     return Node(concat.name, "concat", "forward", tuple(f"lookup:{feature.name}" for feature in features),
                 tuple(dict.fromkeys(feature.table for feature in features)), concat.features,
-                Resources(read_bytes=nbytes, write_bytes=nbytes, live_bytes=2 * nbytes))
+                Resources(read_bytes=read, write_bytes=written, live_bytes=read + written))
 
 
 def _gradient(table: Table, features: tuple[str, ...], sizes: _Sizes, seconds: float, arriving: tuple[str, ...]) -> list[Node]:
     """From gradients of pooled rows to the gradient of a table, as the optimizer wants it. `arriving`: the nodes that give them."""
-    written = sizes.ids * (table.dim * 4 + _COO_ID_BYTES) if table.sparse else table.rows * table.dim * 4
+    written = sizes.ids * (table.row_bytes + _COO_ID_BYTES) if table.sparse else table.nbytes
     nodes = [Node(f"expand:{table.name}", "expand", "backward", arriving, (table.name,), features, Resources(
-        read_bytes=round(sizes.ids * table.dim * 4), write_bytes=round(written),
-        live_bytes=round(written + sizes.outputs * table.dim * 4), launches=len(features), time_s=seconds))]
+        read_bytes=round(sizes.ids * table.row_bytes), write_bytes=round(written),
+        live_bytes=round(written + sizes.outputs * table.row_bytes), launches=len(features), time_s=seconds))]
     if table.sparse and table.optimizer is not None and _traits(table).coalesces:
         passes = max(1, ceil(log2(max(table.rows, 2)) / _RADIX_BITS))
         sorting = passes * sizes.ids * (_COO_ID_BYTES + _POSITION_BYTES)
-        summed = sizes.unique * (table.dim * 4 + _COO_ID_BYTES)
+        summed = sizes.unique * (table.row_bytes + _COO_ID_BYTES)
         nodes.append(Node(f"coalesce:{table.name}", "coalesce", "backward", (nodes[0].name,), (table.name,), features, Resources(
-            flops=round(sizes.ids * table.dim), read_bytes=round(sorting + sizes.ids * table.dim * 4),
+            flops=round(sizes.ids * table.dim), read_bytes=round(sorting + sizes.ids * table.row_bytes),
             write_bytes=round(sorting + summed), live_bytes=round(written + summed))))
     return nodes
 
@@ -186,11 +190,10 @@ def _gradient(table: Table, features: tuple[str, ...], sizes: _Sizes, seconds: f
 def _update(table: Table, sizes: _Sizes, gradient: str) -> Node:
     traits = _traits(table)
     rows = table.rows if not table.sparse else sizes.unique if traits.coalesces else sizes.ids
-    state_bytes = 4 * (traits.states * table.dim + traits.row_floats)
-    moved = rows * (table.nbytes / max(table.rows, 1) + state_bytes)
+    moved = rows * (table.row_bytes + table.state_itemsize * (traits.states * table.dim + traits.row_floats))
     return Node(f"update:{table.name}", "update", "update", (gradient,), (table.name,), (), Resources(
-        flops=round(rows * table.dim * (2 + 3 * traits.states)), read_bytes=round(moved + rows * table.dim * 4), write_bytes=round(moved),
-        live_bytes=round(rows * table.dim * 4), launches=traits.sparse_calls if table.sparse else 1))
+        flops=round(rows * table.dim * (2 + 3 * traits.states)), read_bytes=round(moved + rows * table.row_bytes), write_bytes=round(moved),
+        live_bytes=round(rows * table.row_bytes), launches=traits.sparse_calls if table.sparse else 1))
 
 
 def _dense_update(index: int, optimizer: torch.optim.Optimizer, tables: set[Tensor]) -> Node | None:

@@ -95,7 +95,7 @@ class Products:
         self._reads[id(tensor)] += 1
 
     def start(self, cat: int, parts: Sequence[Tensor], result: Tensor) -> None:
-        """A concat of lookups, (B, n) float32 parts."""
+        """A concat of lookups, (B, n) parts."""
         if len({part.shape[1] for part in parts}) == 1 and parts[0].shape[1]:
             self._parts[cat] = tuple(parts)
             self._steps[id(result)] = _Step("whole", cat, result)

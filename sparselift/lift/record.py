@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparselift.dtypes import dtype_name
 from sparselift.errors import WorkloadError
 from sparselift.lift.modules import EmbeddingModule
 from sparselift.lift.paths import Inputs
@@ -25,6 +26,13 @@ _CATS = (torch.cat, torch.concat, torch.concatenate)
 
 Key = tuple[str, int]              # a lookup: module path, and which of the module's calls in a forward it is
 Parts = tuple[Key | int, ...]      # of a concat: lookups, and widths of other tensors
+
+
+class Joined(NamedTuple):
+    """A concat of lookups that nothing else reads."""
+
+    parts: Parts
+    dtype: str                     # of the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class Scope:
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     lookups: dict[Key, Lookup] = field(default_factory=dict)
-    concats: list[Parts] = field(default_factory=list)  # torch.cat(dim=1) calls that alone read the lookups in them
+    concats: list[Joined] = field(default_factory=list)  # torch.cat(dim=1) calls that alone read the lookups in them
     interactions: list[tuple[Parts, Found]] = field(default_factory=list)  # of those concats, which alone read them
 
 
@@ -101,7 +109,7 @@ class _Run:
         self.inside = 0                                          # depth of embedding modules' forwards
         self.outputs: dict[int, tuple[Key, Tensor]] = {}         # by id(); kept alive, so that an id stays its tensor's
         self.readers: Counter[int] = Counter()                   # torch functions that got an output, by its id()
-        self.cats: list[tuple[Scope, Parts, list[int]]] = []     # and the id() of the outputs in it
+        self.cats: list[tuple[Scope, Joined, list[int]]] = []    # and the id() of the outputs in it
         self.products = Products()
         self.weights = {id(module.weight) for module in modules.values()}
         self.others = {id(weight) for weight in model.parameters()} - self.weights
@@ -139,27 +147,31 @@ class _Run:
         self.outputs[id(output)] = key, output
 
     def saw_cat(self, tensors: Any, result: Tensor) -> None:
-        """A torch.cat(dim=1): a concat if it has lookups and everything in it is (B, n)."""
+        """A torch.cat(dim=1): a concat if it has lookups, of one dtype, and everything in it is (B, n), the rest of the result's dtype,
+        which is the lookups' or float32.
+        """
         self.products.join(tensors)
         parts: list[Key | int] = []
         for tensor in tensors:
-            if tensor.dim() != 2 or tensor.dtype != torch.float32:
+            is_lookup = id(tensor) in self.outputs
+            if tensor.dim() != 2 or not (is_lookup or tensor.dtype == result.dtype):
                 return
-            parts.append(self.outputs[id(tensor)][0] if id(tensor) in self.outputs else tensor.shape[1])
-        if outputs := [id(tensor) for tensor in tensors if id(tensor) in self.outputs]:
+            parts.append(self.outputs[id(tensor)][0] if is_lookup else tensor.shape[1])
+        outputs = [tensor for tensor in tensors if id(tensor) in self.outputs]
+        if len({output.dtype for output in outputs}) == 1 and result.dtype in (outputs[0].dtype, torch.float32):
             self.products.start(len(self.cats), tensors, result)
-            self.cats.append((self.scope, tuple(parts), outputs))
+            self.cats.append((self.scope, Joined(tuple(parts), dtype_name(result.dtype)), [id(output) for output in outputs]))
 
     def close(self, loss: Tensor) -> None:
         """Keep the concats whose lookups have no other reader, by torch functions and by the autograd graph."""
         edges = _edges(loss)
         interactions = {found.cat: found for found in self.products.close()}
-        for number, (scope, parts, outputs) in enumerate(self.cats):
+        for number, (scope, joined, outputs) in enumerate(self.cats):
             nodes = [self.outputs[output][1].grad_fn for output in outputs]
             if all(self.readers[output] == 1 for output in outputs) and all(edges[node] <= 1 for node in nodes if node is not None):
-                scope.concats.append(parts)
+                scope.concats.append(joined)
                 if number in interactions:
-                    scope.interactions.append((parts, interactions[number]))
+                    scope.interactions.append((joined.parts, interactions[number]))
         if self.outside.lookups:
             self.recording.scopes.append(self.outside)
 

@@ -85,11 +85,11 @@ def find_concats(recording: Recording, features: Mapping[Key, Feature], hooked: 
     """The concats that every forward has, of pooled lookups that can run before it and whose outputs no hook sees."""
     roots: list[Scope] = [scope for scope in recording.scopes if scope.args is not None]
     concats: list[Concat] = []
-    for parts in roots[0].concats if roots else ():
-        lookups = [features.get(part) for part in parts if isinstance(part, tuple)]
+    for joined in roots[0].concats if roots else ():
+        lookups = [features.get(part) for part in joined.parts if isinstance(part, tuple)]
         fit = all(each is not None and each.from_inputs and each.pooling != "none" and each.module not in hooked for each in lookups)
-        if fit and all(parts in scope.concats for scope in roots):
-            concats.append(Concat(_numbered("concat", len(concats)), _named_parts(parts, features)))
+        if fit and all(joined in scope.concats for scope in roots):
+            concats.append(Concat(_numbered("concat", len(concats)), _named_parts(joined.parts, features), joined.dtype))
     return tuple(concats)
 
 

@@ -67,10 +67,10 @@ def measure(work: Workload, modules: Mapping[str, EmbeddingModule], batch: Any) 
                     fastest.lookup_s, fastest.lookup_backward_s)
 
 
-def measure_interaction(batch: int, spec: InteractionSpec) -> tuple[DenseCost, DenseCost]:
+def measure_interaction(batch: int, spec: InteractionSpec, dtype: torch.dtype) -> tuple[DenseCost, DenseCost]:
     """torch's own forward and backward of an interaction of (batch, V, D) vectors."""
-    vectors = torch.ones(batch, spec.num_vectors, spec.dim, requires_grad=True)
-    grad = torch.ones(batch, spec.width)
+    vectors = torch.ones(batch, spec.num_vectors, spec.dim, dtype=dtype, requires_grad=True)
+    grad = torch.ones(batch, spec.width, dtype=dtype)
     with FlopCounterMode(display=False) as flops, _Calls(_Timed()) as calls:
         out = interact(vectors, spec)
         forward = flops.get_total_flops(), calls.count

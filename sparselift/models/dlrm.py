@@ -25,6 +25,7 @@ class DLRM(nn.Module):
     arch_interaction  "dot": the dot products of all pairs of vectors, pairs column by column below the diagonal, beside the dense
                       vector; "cat": all vectors side by side
     num_dense         F, dense features
+    dtype             of the tables. The MLPs are float32, and so is what their lookups are concatenated to
     generator         of the initial weights; None: torch's global one
 
     Raises ValueError for sizes below 1, another mode or interaction, or a top MLP that does not end in 1.
@@ -35,7 +36,7 @@ class DLRM(nn.Module):
 
     def __init__(self, rows: Sequence[int], dim: int, bottom: Sequence[int] = (512, 256), top: Sequence[int] = (512, 256, 1), *,
                  sparse: bool = True, mode: str = "sum", arch_interaction: str = "dot", num_dense: int = 13,
-                 generator: torch.Generator | None = None) -> None:
+                 dtype: torch.dtype = torch.float32, generator: torch.Generator | None = None) -> None:
         super().__init__()
         _check_sizes(rows=rows, dim=[dim], bottom=bottom, top=top, num_dense=[num_dense])
         if not top or top[-1] != 1:
@@ -47,7 +48,7 @@ class DLRM(nn.Module):
         self.dim, self.arch_interaction = dim, arch_interaction
         vectors = len(rows) + 1
         width = vectors * dim if arch_interaction == "cat" else dim + vectors * (vectors - 1) // 2
-        self.emb_l = nn.ModuleList(_table(count, dim, mode, sparse, generator) for count in rows)
+        self.emb_l = nn.ModuleList(_table(count, dim, mode, sparse, dtype, generator) for count in rows)
         self.bot_l = _mlp((num_dense, *bottom, dim), generator)
         self.top_l = _mlp((width, *top), generator)[:-1]
         columns, lines = torch.triu_indices(vectors, vectors, offset=1)
@@ -83,10 +84,10 @@ def _check_sizes(**sizes: Sequence[int]) -> None:
             raise ValueError(f"{name} must be at least 1; got {values[0] if len(values) == 1 else tuple(values)}")
 
 
-def _table(rows: int, dim: int, mode: str, sparse: bool, generator: torch.Generator | None) -> nn.EmbeddingBag:
+def _table(rows: int, dim: int, mode: str, sparse: bool, dtype: torch.dtype, generator: torch.Generator | None) -> nn.EmbeddingBag:
     limit = 1 / math.sqrt(rows)
     weight = torch.empty(rows, dim).uniform_(-limit, limit, generator=generator)
-    return nn.EmbeddingBag(rows, dim, mode=mode, sparse=sparse, _weight=weight)
+    return nn.EmbeddingBag(rows, dim, mode=mode, sparse=sparse, _weight=weight.to(dtype))
 
 
 def _mlp(widths: Sequence[int], generator: torch.Generator | None) -> nn.Sequential:

@@ -13,6 +13,7 @@ from sparselift import canonical
 from sparselift.errors import PlanError
 from sparselift.hardware import hardware
 from sparselift.ir import DEVICES, FORMS, INDEX_DTYPES, POOLINGS, TABLE_DTYPES, Feature, Graph, InputPath, Interaction, Structure, Table
+from sparselift.kernels.base import WEIGHT_DTYPES
 from sparselift.kernels.interaction import ORDERS
 from sparselift.lift import lift
 from sparselift.plan.evidence import Evidence, Interval
@@ -207,6 +208,8 @@ def _check_structure(structure: Structure) -> None:
         where = f"structure.concats: {concat.name}"
         if unknown := sorted(set(concat.features) - features):
             raise ValueError(f"{where} joins {unknown}, which are no features")
+        if concat.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{where}: dtype must be one of {list(WEIGHT_DTYPES)}; got {concat.dtype!r}")
         for width in concat.parts:
             if isinstance(width, int) and not 0 <= width <= _MAX_WIDTH:
                 raise ValueError(f"{where}: parts must hold features and widths between 0 and {_MAX_WIDTH}; got {width}")

@@ -9,7 +9,7 @@ from sparselift.grad import LAZY_OPERATIONS
 from sparselift.lift.dense_modules import DENSE_RULES
 from sparselift.lift.linears import LINEAR_RULES
 from sparselift.lift.modules import MODULE_RULES, UPDATE_RULES, WEIGHT_RULES
-from sparselift.optim import OPTIMIZER_RULES
+from sparselift.optim import OPTIMIZER_RULES, STATE_RULES
 from sparselift.rules import Rule, in_general
 
 _PAGE = """# What is supported
@@ -29,8 +29,8 @@ that were validated first, and `last_path` says so:
 
 ## Modules under a plan
 
-Any `nn.EmbeddingBag` and `nn.Embedding`, and ours, are lifted, but for these. They stay native, and `graph.explain()` names each with its
-reason:
+Any `nn.EmbeddingBag` and `nn.Embedding`, and ours, with float32, float16 or bfloat16 tables are lifted, but for these. They stay native,
+and `graph.explain()` names each with its reason:
 
 | not lifted | reason | what would help |
 |---|---|---|
@@ -88,7 +88,7 @@ def page() -> str:
         dense_modules=_rows((rule.what, in_general(rule.reason)) for rule in DENSE_RULES),
         linears=_rows((rule.what, in_general(rule.reason)) for rule in LINEAR_RULES),
         optimizers=_rows((f"`{kind.__name__}`", rule.what, in_general(rule.reason))
-                         for kind, rules in OPTIMIZER_RULES.items() for rule in rules),
+                         for kind, rules in OPTIMIZER_RULES.items() for rule in (*rules, *STATE_RULES.get(kind, ()))),
         gradients=", ".join(f"`{name}`" for name in sorted({str(name).removeprefix("aten.") for name in LAZY_OPERATIONS})) + ".")
 
 

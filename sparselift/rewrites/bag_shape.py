@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sparselift.ir import Graph, Node, Structure
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, features_at, nodes_at, row_bytes, tables_at
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, features_at, nodes_at, tables_at
 from sparselift.rewrites.kernel_shape import AUTO
 
 VECTOR_BYTES = 16
@@ -26,7 +26,7 @@ class ShapeBags(Rewrite):
     )
 
     def obstacle(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str | None:
-        widths = {row_bytes(table) for table in tables_at(structure, site)}
+        widths = {table.row_bytes for table in tables_at(structure, site)}
         if knobs["vector_bytes"] != AUTO and all(width % VECTOR_BYTES for width in widths):
             return f"rows of {', '.join(map(str, sorted(widths)))} bytes are read an element at a time anyway"
         if knobs["bags_per_group"] != AUTO and all(feature.pooling == "max" for feature in features_at(structure, site)):

@@ -191,7 +191,7 @@ def unique_rows(graph: Graph, table: str) -> float:
 
 
 def bag_gradient_bytes(graph: Graph, table: str) -> float:
-    """Bytes of the gradients that arrive at a table's lookups: float32 (B, D) a feature, (K, D) without pooling."""
+    """Bytes of the gradients of a table's lookups as kernels take them: float32 (B, D) a feature, (K, D) without pooling."""
     dim = graph.structure.table(table).dim
     return sum(4 * dim * outputs_per_batch(graph, feature) for feature in graph.structure.features_of(table))
 
@@ -202,12 +202,7 @@ def outputs_per_batch(graph: Graph, feature: Feature) -> float:
     return sketch.lookups_per_batch if feature.pooling == "none" else sketch.bags_per_batch
 
 
-def row_bytes(table: Table) -> int:
-    """Bytes of one row of weights."""
-    return table.nbytes // table.rows if table.rows else 0
-
-
 def state_row_bytes(table: Table) -> int:
     """Bytes of optimizer state that an update of one row reads and writes. An optimizer that we do not know counts as stateless."""
     kind = table.optimizer.kind if table.optimizer else ""
-    return {"Adagrad": 4 * table.dim, "RowWiseAdagrad": 4, "SparseAdam": 8 * table.dim}.get(kind, 0)
+    return table.state_itemsize * {"Adagrad": table.dim, "RowWiseAdagrad": 1, "SparseAdam": 2 * table.dim}.get(kind, 0)

@@ -36,6 +36,8 @@ class CompileDense(Rewrite):
             return None
         if not structure.dense_modules:
             return "the model has no module of several layers without lookups on the CPU"
+        if halves := [table for table in structure.tables if table.dtype != "float32"] if knobs["compile"] == "inductor_graph" else []:
+            return f"table {halves[0].name}: {halves[0].dtype} tables are looked up outside of graphs"
         if shutil.which(compiler()) is None:
             return f"torch.compile needs a C++ compiler, and there is no {compiler()!r} (the environment variable CXX names another)"
         return None

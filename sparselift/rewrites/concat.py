@@ -35,7 +35,7 @@ class FuseConcat(Rewrite):
         return tuple(node for node in graph.nodes if node.op == "concat" and node.features in written)
 
     def transform(self, graph: Graph, site: Site, knobs: Mapping[str, Value]) -> Graph:
-        """The concatenation copies what is no lookup; one with lookups alone goes away."""
+        """The concatenation copies what is no lookup, and all where it converts lookups; one with lookups alone goes away."""
         if not self.applied(knobs):
             return graph
         matched = {node.name for node in self.match(graph, site)}
@@ -47,13 +47,18 @@ class FuseConcat(Rewrite):
             inputs = tuple(dict.fromkeys(name for given in node.inputs for name in gone.get(given, (given,))))
             if node.name in matched:
                 copied = self._copied(graph, node)
-                node = node.changed(self.name, read_bytes=copied, write_bytes=copied)
+                converts = copied == node.resources.read_bytes
+                node = node.changed(self.name, read_bytes=copied, write_bytes=node.resources.write_bytes if converts else copied)
             nodes.append(replace(node, inputs=inputs))
         return replace(graph, nodes=tuple(nodes))
 
     @staticmethod
     def _copied(graph: Graph, node: Node) -> int:
-        """Bytes of the parts that are no lookups: what is left of the copy."""
-        lookups = sum(4 * graph.structure.table(feature.table).dim * outputs_per_batch(graph, feature)
-                      for feature in map(graph.structure.feature, node.features))
+        """Bytes that are still read for the copy: those of the parts that are no lookups, or of all."""
+        features = [graph.structure.feature(name) for name in node.features]
+        concat = next(each for each in graph.structure.concats if each.features == node.features)
+        if any(graph.structure.table(feature.table).dtype != concat.dtype for feature in features):
+            return node.resources.read_bytes
+        lookups = sum(graph.structure.table(feature.table).row_bytes * outputs_per_batch(graph, feature)
+                      for feature in features)
         return max(0, round(node.resources.read_bytes - lookups))

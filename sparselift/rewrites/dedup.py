@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sparselift.ir import Graph, Node
-from sparselift.rewrites.base import Knob, Rewrite, Site, Value, features_at, nodes_at, row_bytes, sketch_of
+from sparselift.ir import Graph, Node, Table
+from sparselift.rewrites.base import Knob, Rewrite, Site, Value, features_at, nodes_at, sketch_of
 
 _MIN_DUPLICATE_RATIO = 0.95        # below it, finding duplicates costs about what their repeated reads cost
 _MIN_POOLING = 10
@@ -39,11 +39,16 @@ class Dedup(Rewrite):
         """Reads: ids twice, each distinct row from the table and, in cache, from the copy. Writes: the copy, places, outputs."""
         k = sum(sketch_of(graph, name).lookups_per_batch for name in node.features)
         gathered = sum(_gathered_bytes(graph, name) for name in node.features)
-        return node.changed(self.name, read_bytes=round(16 * k + 2 * gathered),
+        distinct = sum(sketch_of(graph, name).unique_per_batch * _table(graph, name).row_bytes for name in node.features)
+        return node.changed(self.name, read_bytes=round(16 * k + distinct + gathered),
                             write_bytes=round(node.resources.write_bytes + 4 * k + gathered),
                             live_bytes=round(node.resources.live_bytes + 4 * k + gathered))
 
 
 def _gathered_bytes(graph: Graph, feature: str) -> float:
-    table = graph.structure.table(graph.structure.feature(feature).table)
-    return sketch_of(graph, feature).unique_per_batch * row_bytes(table)
+    """Of the copy, which is float32."""
+    return sketch_of(graph, feature).unique_per_batch * 4 * _table(graph, feature).dim
+
+
+def _table(graph: Graph, feature: str) -> Table:
+    return graph.structure.table(graph.structure.feature(feature).table)

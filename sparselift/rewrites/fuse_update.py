@@ -16,7 +16,6 @@ from sparselift.rewrites.base import (
     bag_gradient_bytes,
     lookups,
     nodes_at,
-    row_bytes,
     state_row_bytes,
     tables_at,
     unique_rows,
@@ -68,6 +67,8 @@ class FuseUpdate(Rewrite):
                         f"above {MAX_DENSE_BYTES:,} they leave the cache")
             if knobs["coalesce"] == "none" and table.optimizer.fused_rule != "sgd":
                 return f"table {table.name}: coalesce='none' is for SGD; {table.optimizer.kind} needs the sum of a row's gradients"
+            if knobs["coalesce"] == "none" and table.dtype != "float32":
+                return f"table {table.name}: coalesce='none' is for float32; {table.dtype} weights would be rounded once a lookup"
         return None
 
     def equivalence(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str:
@@ -89,7 +90,8 @@ class FuseUpdate(Rewrite):
         if graph.structure.device == "cuda":
             return {"update": "fused", "coalesce": "chain"}             # whichever suits an update
         # torch's SGD takes a sparse gradient lookup by lookup, a dense one summed. So do we, which is the faster and the exact way.
-        in_turn = all(table.optimizer and table.optimizer.fused_rule == "sgd" and table.sparse for table in tables)
+        in_turn = all(table.optimizer and table.optimizer.fused_rule == "sgd" and table.sparse and table.dtype == "float32"
+                      for table in tables)
         return {"update": "fused", "coalesce": "none" if in_turn else "sort"}
 
     def match(self, graph: Graph, site: Site) -> tuple[Node, ...]:
@@ -115,10 +117,10 @@ class FuseUpdate(Rewrite):
         for table in tables_at(graph.structure, site):
             k = lookups(graph, table.name)
             if knobs["update"] == "native":
-                total += k * (8 + 4 * table.dim) if table.sparse else 4.0 * table.rows * table.dim
+                total += k * (8 + table.row_bytes) if table.sparse else float(table.nbytes)
             elif knobs["update"] == "coalesced":
                 total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(graph, table, k, "chain")
-                total += unique_rows(graph, table.name) * (8 + 4 * table.dim)
+                total += unique_rows(graph, table.name) * (8 + table.row_bytes)
             else:
                 total += bag_gradient_bytes(graph, table.name) + _workspace_bytes(graph, table, k, str(knobs["coalesce"]))
         return round(total)
@@ -144,8 +146,8 @@ class FuseUpdate(Rewrite):
             k, u = lookups(graph, name), unique_rows(graph, name)
             links = _link_bytes(graph, table, k, u, "chain")
             read += 4 * k + links + 4 * k * table.dim
-            write += links + u * (8 + 4 * table.dim)
-            live += bag_gradient_bytes(graph, name) + _workspace_bytes(graph, table, k, "chain") + u * (8 + 4 * table.dim)
+            write += links + u * (8 + table.row_bytes)
+            live += bag_gradient_bytes(graph, name) + _workspace_bytes(graph, table, k, "chain") + u * (8 + table.row_bytes)
         return node.changed(self.name, read_bytes=round(read), write_bytes=round(write), live_bytes=round(live), launches=1, time_s=None)
 
     def _fused(self, graph: Graph, node: Node, coalesce: str) -> Node:
@@ -153,7 +155,7 @@ class FuseUpdate(Rewrite):
         for name in node.tables:
             table = graph.structure.table(name)
             k, u = lookups(graph, name), unique_rows(graph, name)
-            rows = k * row_bytes(table) if coalesce == "none" else u * (row_bytes(table) + state_row_bytes(table))
+            rows = k * table.row_bytes if coalesce == "none" else u * (table.row_bytes + state_row_bytes(table))
             links = _link_bytes(graph, table, k, u, coalesce)
             read += 4 * k + links + 4 * k * table.dim + rows                   # ids, chain, the bag's gradient a lookup, rows
             write += links + rows

@@ -67,10 +67,11 @@ class GroupTables(Rewrite):
 
 
 def eligible_concats(structure: Structure) -> tuple[Concat, ...]:
-    """Concatenations that lookups may write into: pooled lookups, each once, all with ids from the root forward's arguments."""
+    """Concatenations that lookups may write into: pooled, each once, all with ids from the root forward's arguments, and of one dtype."""
     features = {feature.name: feature for feature in structure.features}
     return tuple(concat for concat in structure.concats
                  if concat.features and len(set(concat.features)) == len(concat.features)
+                 and len({structure.table(features[name].table).dtype for name in concat.features}) == 1
                  and all(features[name].from_inputs and features[name].pooling != "none" for name in concat.features))
 
 

@@ -27,6 +27,10 @@ class FuseInteraction(Rewrite):
         if not structure.interactions:
             return ("the step has no torch.cat([part, torch.bmm(v, v.transpose(1, 2))[:, i, j]], dim=1) of a concatenation of lookups, "
                     "with i and j one triangle row by row")
+        concats = {each.name: each for each in structure.concats}
+        for each in structure.interactions:
+            if concats[each.concat].dtype != "float32":
+                return f"the kernel multiplies float32 vectors, and those of {each.name} are {concats[each.concat].dtype}"
         return f"{', '.join(each.concat for each in structure.interactions)} cannot be written by lookups before the forward"
 
     def equivalence(self, structure: Structure, site: Site, knobs: Mapping[str, Value]) -> str:
@@ -55,6 +59,6 @@ class FuseInteraction(Rewrite):
 
 
 def eligible_interactions(structure: Structure) -> tuple[Interaction, ...]:
-    """Those of concatenations that lookups may write into."""
-    concats = {concat.name for concat in eligible_concats(structure)}
+    """Those of float32 concatenations that lookups may write into."""
+    concats = {concat.name for concat in eligible_concats(structure) if concat.dtype == "float32"}
     return tuple(each for each in structure.interactions if each.concat in concats)

@@ -6,11 +6,22 @@ Nothing but step counts is read or written in memory of a tensor; every other fa
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 
-from sparselift._dlpack cimport View, exchange_of, has_memory, is_dense, is_float, sl_dl_exchange
+from sparselift._dlpack cimport (
+    SL_DL_BFLOAT,
+    SL_DL_FLOAT,
+    View,
+    exchange_of,
+    has_memory,
+    is_dense,
+    is_float,
+    is_table as is_rows,
+    sl_dl_exchange,
+)
 
-from torch import Tensor, is_grad_enabled, no_grad
+from torch import Tensor, bfloat16, float32, is_grad_enabled, no_grad
 from torch.nn import Parameter
 
+from sparselift.dtypes import torch_dtype
 from sparselift.grad import GradState, PendingGrad, accumulated
 
 
@@ -215,7 +226,7 @@ cdef class TableGrad:
     cdef readonly object handle, state
 
     def __init__(self, table):
-        self.state = GradState(table.name, (table.rows, table.dim), table.sparse)
+        self.state = GradState(table.name, (table.rows, table.dim), table.sparse, torch_dtype(table.dtype))
         self.handle = PendingGrad(self.state)
 
     cdef bint is_held(self):
@@ -224,12 +235,12 @@ cdef class TableGrad:
 
     def renew(self):
         """Leave the gradient to whoever holds it."""
-        self.state = GradState(self.state.table, self.state.shape, self.state.sparse)
+        self.state = GradState(self.state.table, self.state.shape, self.state.sparse, self.state.dtype)
         self.handle = PendingGrad(self.state)
 
     def alone(self, arrival):
         """One backward's gradient as torch would have computed it."""
-        state = GradState(self.state.table, self.state.shape, self.state.sparse)
+        state = GradState(self.state.table, self.state.shape, self.state.sparse, self.state.dtype)
         state.add(arrival)
         return state.tensor()
 
@@ -305,9 +316,17 @@ cdef class Arranged:
     cdef readonly bint sparse
 
 
-def is_table(weight, shape):
-    """Whether a weight is what kernels update: a contiguous float32 matrix of this shape on the CPU."""
-    return holds(weight, shape[0], shape[1])
+def is_table(weight, state):
+    """Whether a weight is what kernels update by a gradient's state: a contiguous matrix of its shape and dtype on the CPU."""
+    return holds_rows(weight, state.dtype, state.shape[0], state.shape[1])
+
+
+cdef bint holds_rows(tensor, dtype, int64_t rows, int64_t columns) except -1:
+    """Whether a tensor has the memory of a contiguous (rows, columns) of one of the kernels' dtypes on the CPU."""
+    cdef View view
+    if dtype is float32:
+        return holds(tensor, rows, columns)
+    return has_memory(exchange, tensor, &view) and is_rows(&view, SL_DL_BFLOAT if dtype is bfloat16 else SL_DL_FLOAT, 16, rows, columns)
 
 
 cdef bint holds(tensor, int64_t rows, int64_t columns) except -1:
@@ -343,7 +362,7 @@ def arrange(params, states, keys, dims, fused):
         position = place[state.table]
         rows, columns = state.shape
         # Somebody gave two parameters one table's gradient, or moved a table (to another dtype, say) since its backward.
-        if group.weights[position] is not None or not holds(weight, rows, columns):
+        if group.weights[position] is not None or not holds_rows(weight, state.dtype, rows, columns):
             return None
         if keys:
             own = states.get(weight)

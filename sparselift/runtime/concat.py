@@ -37,14 +37,15 @@ class ConcatLayout:
     ----------
     widths     (parts,) columns of each
     is_lookup  (parts,) whether it is one of the fused lookups
+    dtype      of the result; lookups may be narrower
     lookups    (lookups,) their places
     others     (place, first column, width) of each part that is none
     """
 
-    __slots__ = ("is_lookup", "lookups", "others", "widths")
+    __slots__ = ("dtype", "is_lookup", "lookups", "others", "widths")
 
-    def __init__(self, widths: Sequence[int], is_lookup: Sequence[bool]) -> None:
-        self.widths, self.is_lookup = tuple(widths), tuple(is_lookup)
+    def __init__(self, widths: Sequence[int], is_lookup: Sequence[bool], dtype: torch.dtype) -> None:
+        self.widths, self.is_lookup, self.dtype = tuple(widths), tuple(is_lookup), dtype
         self.lookups = tuple(place for place, is_one in enumerate(is_lookup) if is_one)
         starts = (0, *accumulate(widths))
         self.others = tuple((place, starts[place], width) for place, width in enumerate(widths) if not is_lookup[place])
@@ -83,11 +84,14 @@ class ConcatBuffer:
     collection.
     """
 
-    __slots__ = ("crossing", "layout", "raw", "result", "uses", "version", "watched", "whole")
+    __slots__ = ("crossing", "layout", "raw", "result", "uses", "version", "watched", "whole", "wide")
 
-    def __init__(self, whole: Tensor, raw: Tensor, layout: ConcatLayout, uses: Uses, crossing: Crossing | None = None) -> None:
-        """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths). `crossing`: where it goes."""
-        self.whole, self.raw, self.layout, self.uses, self.crossing = whole, raw, layout, uses, crossing
+    def __init__(self, whole: Tensor, raw: Tensor, wide: Tensor | None, layout: ConcatLayout, uses: Uses,
+                 crossing: Crossing | None = None) -> None:
+        """`whole` carries the autograd edge, `raw` is the same memory without; both (B, sum of widths). `wide`: memory for the result,
+        where lookups are narrower. `crossing`: where it goes.
+        """
+        self.whole, self.raw, self.wide, self.layout, self.uses, self.crossing = whole, raw, wide, layout, uses, crossing
         self.result: Tensor | None = None
         self.version = 0                    # of the result, when it was handed out
         self.watched: set[int] = set()      # slices whose gradients are
@@ -107,11 +111,11 @@ class ConcatBuffer:
             return self.result
         others = [parts[place] for place, _, _ in self.layout.others]
         for part, (_, _, width) in zip(others, self.layout.others):
-            if type(part) is not Tensor or part.dtype != torch.float32 or not part.is_cpu or part.shape != (len(self.raw), width):
+            if type(part) is not Tensor or part.dtype != self.layout.dtype or not part.is_cpu or part.shape != (len(self.raw), width):
                 return None
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:      # which ask for more than values
             return None
-        self.result = FillConcat.apply(self.raw, self.layout, self.whole, *others)
+        self.result = FillConcat.apply(self.raw, self.wide, self.layout, self.whole, *others)
         self.version = version_of(self.result)
         return self.result if self.crossing is None else self.crossing.start(self.result, parts)
 
@@ -204,17 +208,20 @@ def _dim(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
 
 
 class FillConcat(torch.autograd.Function):
-    """Copies the parts of a concat that are no lookups into their columns of the buffer."""
+    """Copies the parts of a concat that are no lookups into their columns of the buffer; of a wider one, the lookups as well."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, layout: ConcatLayout, whole: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, raw: Tensor, wide: Tensor | None, layout: ConcatLayout, whole: Tensor, *others: Tensor) -> Tensor:
         ctx.layout = layout
+        if wide is not None:
+            raw = wide.copy_(raw)
         for part, (_, start, width) in zip(others, layout.others):
             raw[:, start:start + width] = part
         return raw.data                         # no view of `whole`: torch.cat's output may be modified in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # The lookups never read these columns: who writes there does not modify their gradient.
+        # The lookups never read these columns: who writes there does not modify their gradient. Narrower lookups get it in their dtype:
+        # autograd converts gradients to that of what they are for.
         columns = grad if torch.is_grad_enabled() else grad.data
-        return None, None, grad, *(columns[:, start:start + width] for _, start, width in ctx.layout.others)
+        return None, None, None, grad, *(columns[:, start:start + width] for _, start, width in ctx.layout.others)

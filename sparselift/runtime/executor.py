@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparselift.errors import LiftRefused
 from sparselift.ir import Concat, Feature, Interaction, Structure
 from sparselift.kernels.base import DeviceFault, KernelBackend
-from sparselift.runtime._hot import OPTIONS, Slots, TableGrad, clear_all, options_of, plain_weights, serve
+from sparselift.runtime._hot import OPTIONS, Slots, TableGrad, clear_all, is_table, options_of, plain_weights, serve
 from sparselift.runtime.compiled import CompiledModel, CompiledModules
 from sparselift.runtime.groups import LookupGroup, Prepared
 from sparselift.runtime.library import GraphLookups
@@ -219,8 +219,7 @@ class LiftedForward:
         table = runtime.tables[feature.table]
         weights = plain_weights([runtime.owners[table.name]])
         if weights is None or weights[0] is not self.module._parameters.get("weight") \
-                or weights[0].dtype != torch.float32 or weights[0].shape != (table.rows, table.dim) or not weights[0].is_cpu \
-                or not weights[0].is_contiguous():
+                or not is_table(weights[0], runtime.grads[table.name].state):
             runtime.aside(feature.name, f"torch's forward ran: {ODD_WEIGHT}")
             return None
         if self.in_prelude:
@@ -240,7 +239,9 @@ class LiftedForward:
         if form is None or is_exporting():
             return None
         why = ""
-        if not self._enter() or weight is not self.parameter or weight.dtype != torch.float32 \
+        if table.dtype != "float32":
+            why = "a node has float32 tables"
+        elif not self._enter() or weight is not self.parameter or weight.dtype != torch.float32 \
                 or weight.shape != (table.rows, table.dim) or weight.device.type != "cpu" or not weight.is_contiguous():
             why = ODD_WEIGHT
         elif any(getattr(self.module, name, None) != value for name, value in zip(OPTIONS, self.options)):

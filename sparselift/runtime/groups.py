@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from sparselift.dtypes import torch_dtype
 from sparselift.errors import LiftRefused
 from sparselift.grad import Arrival
 from sparselift.ir import Concat, Feature, Interaction, Table
@@ -30,6 +31,7 @@ from sparselift.kernels.base import (
     TableSpec,
 )
 from sparselift.kernels.interaction import InteractionSpec
+from sparselift.ops import widened
 from sparselift.runtime import engine
 from sparselift.runtime._hot import Inputs, TableGrad, accumulate, trainable
 from sparselift.runtime.concat import ConcatBuffer, ConcatLayout, Uses
@@ -57,9 +59,12 @@ class LookupGroup:
         names = [table.name for table in tables]
         self.place = {name: position for position, name in enumerate(names)}
         self.table_of = tuple(self.place[feature.table] for feature in features)
+        self.dtypes = tuple(torch_dtype(self.tables[t].dtype) for t in self.table_of)
+        self.is_rounded = any(dtype is not torch.float32 for dtype in self.dtypes)     # kernels compute in float32
         self._shapes = {(table.rows, table.dim) for table in tables}
         self.widths = self._widths()
-        self.layout = None if concat is None else ConcatLayout(self.widths, [isinstance(part, str) for part in concat.parts])
+        self.layout = None if concat is None else ConcatLayout(
+            self.widths, [isinstance(part, str) for part in concat.parts], torch_dtype(concat.dtype))
         self.is_flat = all(feature.form == "offsets" for feature in features)
         self.has_weights = any(feature.weighted for feature in features)
         self.calls = self.calls_ahead = 0             # the latter with a batch that was prepared ahead
@@ -137,11 +142,17 @@ class LookupGroup:
 
     def flat(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> Flat:
         """The ids as kernels take them: (B, L) ids are bags of L, and each id of an nn.Embedding is a bag of its own."""
+        if self.is_rounded and self.has_weights:
+            sample_weights = widened(sample_weights, self.dtypes)
         if self.is_flat:
             return Flat((), indices, offsets, sample_weights)
         return Flat(tuple(ids.shape for ids in indices), [ids if ids.dim() == 1 else ids.reshape(-1) for ids in indices],
                     [_bag_length(f, ids) if f.form != "offsets" else o for f, ids, o in zip(self.features, indices, offsets)],
                     [w if w is None or w.dim() == 1 else w.reshape(-1) for w in sample_weights])
+
+    def rounded(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """What kernels have computed in float32, in a table's dtype."""
+        return outputs if dtype is torch.float32 else self.memory.take(tuple(outputs.shape), dtype).copy_(outputs)
 
     def prepare_ahead(self, program: BagProgram, indices: Sequence[Tensor], offsets: Sequence[Tensor | None],
                       sample_weights: Sequence[Tensor | None]) -> Prepared:
@@ -205,7 +216,7 @@ class Prepared:
 class LookupCall:
     """One batch on its way through a group: the prepared ids, and what its backward must do."""
 
-    __slots__ = ("batch", "buffer", "grads", "group", "hooks", "shapes", "trainable", "uses", "versions", "weighted", "weights")
+    __slots__ = ("batch", "buffer", "grads", "group", "hooks", "shapes", "trainable", "uses", "versions", "weighted", "weights", "wide")
 
     group: LookupGroup
     batch: IndexBatch
@@ -213,13 +224,14 @@ class LookupCall:
     weighted: tuple[int, ...]      # features whose per-sample weights want a gradient
     versions: list[int]            # of the weights at the lookup, where a per-sample weight wants a gradient
     buffer: Tensor | None
+    wide: Tensor | None            # memory of a concat that is wider than its lookups
     uses: Uses | None              # of a concat's slices
 
     def __init__(self, group: LookupGroup, weights: Sequence[Tensor], grads: Sequence[TableGrad]) -> None:
         self.group, self.weights, self.grads = group, weights, grads
         self.trainable = trainable(weights)
         self.hooks = RemovableHandle.next_id           # torch counts every hook that is registered anywhere
-        self.buffer = self.uses = None
+        self.buffer = self.wide = self.uses = None
 
     def prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor | None], sample_weights: Sequence[Tensor | None]) -> None:
         """Hand the ids to the kernels, unless that was done ahead."""
@@ -239,12 +251,19 @@ class LookupCall:
                 raise ValueError(f"the parts of {group.concat.name} must have as many bags each; got {batch.num_bags}")
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():    # whose tensors count no writes
                 self.buffer = group.memory.take((bags, sum(group.widths)))
-            group.program.forward(self.weights, batch, self.buffer)
+                group.program.forward(self.weights, batch, self.buffer)
+                if group.is_rounded:
+                    self.wide = self.buffer if group.concat.dtype == "float32" else None
+                    self.buffer = group.rounded(self.buffer, group.dtypes[0])
             return (self.buffer,)
         sizes = [bags * width for bags, width in zip(batch.num_bags, group.widths)]
         block = group.memory.take((sum(sizes),))
         flat = [piece.view(-1, width) for piece, width in zip(block.split(sizes), group.widths)]
         group.program.forward(self.weights, batch, flat)
+        if group.is_rounded:
+            pieces = group.rounded(block, group.dtypes[0]).split(sizes) if len(set(group.dtypes)) == 1 \
+                else map(group.rounded, flat, group.dtypes)
+            flat = [piece.view(-1, width) for piece, width in zip(pieces, group.widths)]
         if group.is_flat:
             return tuple(flat)
         return tuple(piece.view(*shape, width) if feature.pooling == "none" else piece
@@ -255,9 +274,9 @@ class LookupCall:
         if self.group.layout is None:
             return list(outputs)
         assert self.buffer is not None
-        buffer, self.buffer = self.buffer, None        # the call outlives the forward; the output must not
+        buffer, wide, self.buffer, self.wide = self.buffer, self.wide, None, None      # the call outlives the forward; outputs must not
         self.uses = Uses()
-        return ConcatBuffer(outputs[0], buffer, self.group.layout, self.uses, self.group.crossing).slices()
+        return ConcatBuffer(outputs[0], buffer, wide, self.group.layout, self.uses, self.group.crossing).slices()
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take what arrived at the outputs. Returns the gradients of the differentiable per-sample weights."""
@@ -270,6 +289,8 @@ class LookupCall:
         return weight_grads
 
     def _arranged(self, grads: Sequence[Tensor | None]) -> Tensor | list[Tensor | None]:
+        if self.group.is_rounded:
+            grads = [None if grad is None else grad.float() for grad in grads]
         if self.group.concat is not None:
             assert grads[0] is not None
             return _rows(grads[0], sum(self.group.widths))
@@ -305,6 +326,8 @@ class LookupCall:
             raise RuntimeError(f"the table {self.group.tables[table].name} was modified in place between a lookup with per-sample weights "
                                "and its backward, which needs the rows that were looked up")
         flat = self.group.program.weight_grad(self.weights, self.batch, feature, own)
+        if self.group.is_rounded:
+            flat = flat.to(self.group.dtypes[feature])
         return flat.view(self.shapes[feature]) if self.shapes else flat
 
 

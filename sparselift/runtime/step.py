@@ -16,10 +16,21 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from sparselift.dtypes import dtype_name
 from sparselift.grad import GradState, PendingGrad
 from sparselift.kernels.base import Segment, State, UpdateRule
 from sparselift.memory import HugePageSet
-from sparselift.optim import FUSED_OPTIMIZERS, STATE_KEYS, fused_rule, large_state, rule_state, start_state, state_obstacle, update_rule
+from sparselift.optim import (
+    FUSED_OPTIMIZERS,
+    STATE_KEYS,
+    fused_rule,
+    large_state,
+    rounding_key,
+    rule_state,
+    start_state,
+    state_obstacle,
+    update_rule,
+)
 from sparselift.runtime._hot import Arranged, arrange, consists_of_lookups, count, hide, is_table, pending, show
 from sparselift.runtime.executor import Runtime
 from sparselift.workload import check_ranks
@@ -131,8 +142,10 @@ class FusedStep:
     def _table_by_table(self, optimizer: torch.optim.Optimizer) -> None:
         updates: list[_Update] = []
         stepped: list[dict[str, Any]] = []       # states of the optimizer
+        before = 0                               # parameters of the groups so far
         for group in optimizer.param_groups:
-            self._split(optimizer, group, updates, stepped)
+            self._split(optimizer, group, before, updates, stepped)
+            before += len(group["params"])
         if updates:
             for arrival in {arrival for _, state, _, _ in updates for arrival in state.arrived}:
                 arrival.segment.check_unchanged()
@@ -141,19 +154,23 @@ class FusedStep:
             counters = _count_states(stepped)
             torch.autograd.graph.increment_version([*(weight for weight, _, _, _ in updates), *counters])
 
-    def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], updates: list[_Update],
+    def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], before: int, updates: list[_Update],
                stepped: list[dict[str, Any]]) -> None:
-        """Hide the pending gradients of a param group's tables; give torch's loop real ones where it must update them itself."""
+        """Hide the pending gradients of a param group's tables; give torch's loop real ones where it must update them itself.
+
+        `before`: parameters in the groups before.
+        """
         found = [(weight, grad, state) for weight, grad, state in pending(group["params"])
                  if not state.arrived or state.arrived[0].owners is self.runtime.owners]
         if not found:
             return
-        rules = {sparse: fused_rule(optimizer, group, sparse) for sparse in {state.sparse for _, _, state in found}}
+        rules = {kind: fused_rule(optimizer, group, *kind) for kind in {(state.sparse, state.dtype) for _, _, state in found}}
         if _is_scaled(optimizer):
             rules = dict.fromkeys(rules, (None, "its own fused step takes the scale and the finite check of a GradScaler"))
+        positions = _positions(group, before)
         shared: UpdateRule | None = None
         for weight, grad, state in found:
-            rule, reason = rules[state.sparse]
+            rule, reason = rules[state.sparse, state.dtype]
             own = _NO_STATE
             if rule is not None:
                 reason = self._obstacle(state, weight)
@@ -170,8 +187,8 @@ class FusedStep:
             assert rule is not None
             self.hidden.append((weight, grad))
             weight.grad = None
-            if shared is None or "lr_decay" in group or rule == "adam" or shared.kind != rule:
-                shared = update_rule(rule, group, own)
+            if shared is None or "lr_decay" in group or rule == "adam" or shared.kind != rule or positions:
+                shared = update_rule(rule, group, own, rounding_key(group, weight, positions[weight], own) if positions else None)
             updates.append((weight, state, shared, rule_state(rule, own)))
             if own:
                 stepped.append(own)
@@ -186,8 +203,8 @@ class FusedStep:
             return "the gradient was read or written as a tensor"
         if len(state.arrived) > 1 and state.table in self.one_backward:
             return "gradients of several backwards, whose sum has torch's bits only in torch; uses={'accumulate'} would lift that"
-        if not is_table(weight, state.shape):
-            return "the table is no contiguous float32 tensor of the recorded shape any more"
+        if not is_table(weight, state):
+            return f"the table is no contiguous {dtype_name(state.dtype)} tensor of the recorded shape any more"
         return "" if consists_of_lookups(state) else "lookups of the table ran in several groups"
 
 
@@ -217,12 +234,23 @@ def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _rules(kind: str, group: dict[str, Any], found: Arranged) -> list[UpdateRule | None]:
-    """The rule of every table of an arranged step: one for all, but for Adam's, which depends on how many steps a table has had."""
+    """The rule of every table of an arranged step: one for all, but for those that depend on how many steps a table has had: Adam's, and
+    those that round by chance."""
+    positions = _positions(group, 0)
+    if positions:
+        keys = [None if weight is None else rounding_key(group, weight, positions[weight], {"step": step})
+                for weight, step in zip(found.weights, found.steps)]
+        return [None if weight is None else update_rule(kind, group, _NO_STATE, key) for weight, key in zip(found.weights, keys)]
     if kind != "adam":
         rule = update_rule(kind, group, _NO_STATE)
         return [None if weight is None else rule for weight in found.weights]
     by_step = {step: update_rule(kind, group, {"step": step}) for step in dict.fromkeys(found.steps) if step is not None}
     return [None if step is None else by_step[step] for step in found.steps]
+
+
+def _positions(group: dict[str, Any], before: int) -> dict[Tensor, int]:
+    """Where the parameters of a group that rounds by chance stand in their optimizer; empty for another group."""
+    return {} if group.get("rounding_seed") is None else {weight: n for n, weight in enumerate(group["params"], before)}
 
 
 def _by_arrivals(updates: Sequence[_Update]) -> list[list[_Update]]:

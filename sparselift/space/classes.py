@@ -23,7 +23,6 @@ class _Cell:
     """Tables of a class, and the ranges that they span. `kind` is what legality hangs on: cells of two kinds never merge."""
 
     kind: tuple[str, ...]
-    dtypes: frozenset[str]
     poolings: frozenset[str]
     dims: frozenset[int]
     bands: frozenset[int]
@@ -37,12 +36,12 @@ class _Cell:
     def distance(self, other: _Cell) -> tuple[float, ...]:
         """How unlike two cells are; what changes a kernel's code path weighs most."""
         labels = [label for _, label in _DUPLICATES]
-        return (self.dtypes != other.dtypes, self.poolings != other.poolings,
+        return (self.poolings != other.poolings,
                 _gap([math.log2(dim) for dim in self.dims], [math.log2(dim) for dim in other.dims]), _gap(self.bands, other.bands),
                 _gap([labels.index(label) for label in self.duplicates], [labels.index(label) for label in other.duplicates]))
 
     def merged(self, other: _Cell) -> _Cell:
-        return _Cell(self.kind, self.dtypes | other.dtypes, self.poolings | other.poolings, self.dims | other.dims,
+        return _Cell(self.kind, self.poolings | other.poolings, self.dims | other.dims,
                      self.bands | other.bands, self.duplicates | other.duplicates, self.tables + other.tables)
 
     @property
@@ -50,8 +49,7 @@ class _Cell:
         rows = "-".join(f"to{_rows_label(band)}" for band in sorted({min(self.bands), max(self.bands)}))
         dims = "-".join(f"d{dim}" for dim in sorted({min(self.dims), max(self.dims)}))
         duplicates = f"{next(iter(self.duplicates))}-dup" if len(self.duplicates) == 1 else "any-dup"
-        dtypes = [dtype for dtype in sorted(self.dtypes) if dtype != "float32"]
-        return "-".join([dims, *dtypes, "+".join(sorted(self.poolings)), rows, duplicates, *filter(None, self.kind)])
+        return "-".join([dims, "+".join(sorted(self.poolings)), rows, duplicates, *filter(None, self.kind)])
 
 
 def size_classes(graph: Graph) -> tuple[SizeClass, ...]:
@@ -64,7 +62,7 @@ def size_classes(graph: Graph) -> tuple[SizeClass, ...]:
     cells: dict[tuple[object, ...], _Cell] = {}
     for table in graph.structure.tables:
         cell = _cell(graph, table, name_rule=len(rules) > 1)
-        key = (cell.kind, cell.dtypes, cell.poolings, cell.dims, cell.bands, cell.duplicates)
+        key = (cell.kind, cell.poolings, cell.dims, cell.bands, cell.duplicates)
         cells[key] = cells[key].merged(cell) if key in cells else cell
     found = _merge_smallest(list(cells.values()))
     found.sort(key=lambda cell: (max(cell.bands), max(cell.dims), cell.name))
@@ -75,9 +73,10 @@ def size_classes(graph: Graph) -> tuple[SizeClass, ...]:
 
 def _cell(graph: Graph, table: Table, name_rule: bool) -> _Cell:
     features = graph.structure.features_of(table.name)
-    kind = (_rule(table) if name_rule else "", "" if table.sparse else "dense", "shared" if len(features) > 1 else "")
+    kind = (_rule(table) if name_rule else "", "" if table.sparse else "dense", "shared" if len(features) > 1 else "",
+            "" if table.dtype == "float32" else table.dtype)
     pooling = "+".join(sorted({feature.pooling for feature in features})) or "unused"
-    return _Cell(kind, frozenset({table.dtype}), frozenset({pooling}), frozenset({table.dim}), frozenset({_band(table.rows)}),
+    return _Cell(kind, frozenset({pooling}), frozenset({table.dim}), frozenset({_band(table.rows)}),
                  frozenset({_duplicates(graph, table)}), (table,))
 
 

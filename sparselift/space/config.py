@@ -110,6 +110,10 @@ def equivalence_of(structure: Structure, config: Config) -> str:
 def lookup_equivalence(structure: Structure) -> tuple[str, str]:
     """The class of a planned lookup before any rewrite, and why it is not bitwise."""
     for feature in structure.features:
+        dtype = structure.table(feature.table).dtype
+        if dtype != "float32" and feature.pooling in ("sum", "mean"):
+            return "reassociated", (f"lookup {feature.name}: a bag of {dtype} rows is summed in float32 and rounded once, by torch in "
+                                    "roundings of its own")
         if feature.weighted and feature.weights is None:
             return "reassociated", (f"lookup {feature.name}: the gradient of per-sample weights that the model computes is a dot product, "
                                     "summed in another order than torch's")
@@ -137,7 +141,7 @@ def memory_bytes(graph: Graph, config: Config) -> dict[str, int]:
     found = {
         "weights": sum(table.nbytes for table in structure.tables),
         "optimizer_state": sum(table.rows * state_row_bytes(table) for table in structure.tables),
-        "outputs": round(sum(4 * structure.table(f.table).dim * outputs_per_batch(graph, f) for f in structure.features)),
+        "outputs": round(sum(structure.table(f.table).row_bytes * outputs_per_batch(graph, f) for f in structure.features)),
     }
     if config.path == "native":
         classes = (SizeClass("all", tuple(table.name for table in structure.tables)),)
@@ -145,6 +149,8 @@ def memory_bytes(graph: Graph, config: Config) -> dict[str, int]:
         found["gradients"] = fuse.memory_bytes(graph, Site("all", classes), {knob.name: knob.off for knob in fuse.knobs})
         return found
     sketches = [sketch_of(graph, feature.name) for feature in structure.features]
+    found["float32_outputs"] = round(sum(          # of kernels, before they are rounded
+        4 * table.dim * outputs_per_batch(graph, f) for f in structure.features if (table := structure.table(f.table)).dtype != "float32"))
     found["indices"] = round(sum(4 * (sketch.lookups_per_batch + sketch.bags_per_batch) for sketch in sketches))
     for site in config.sites:
         for rewrite in rewrites_at(site):

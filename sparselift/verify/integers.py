@@ -1,4 +1,4 @@
-"""Batches of small integers on which every sum of a step is exact in float32, in any order; and the step's formulas in float64.
+"""Batches of small integers on which every sum of a step is exact in the table's dtype, in any order; and the formulas in float64.
 
 Letters: B bags, K ids, D columns, R rows.
 """
@@ -11,15 +11,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sparselift.dtypes import torch_dtype
 from sparselift.ir import Feature, Structure
 from sparselift.kernels.base import state_shapes
 from sparselift.stats import Sketch
 from sparselift.verify.maxima import first_maxima
 from sparselift.verify.twin import LR, Rule, TwinBatch
 
-EXACT = 2.0 ** 24                  # float32 holds every integer up to here
 MAX_BAGS, MAX_LENGTH, MAX_MEAN_LENGTH = 96, 48, 8
-MAX_WEIGHT, MAX_GRAD, MAX_FACTOR = 3, 2, 2
+MAX_FACTOR = 2
+MIN_DENSITY = 1 / 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """What a dtype has room for: every integer up to `exact`. The largest weight and gradient that are drawn."""
+
+    exact: float
+    weight: int
+    grad: int
+
+
+SCALES = {"float32": _Scale(2.0 ** 24, 3, 2), "float16": _Scale(2.0 ** 11, 3, 2), "bfloat16": _Scale(2.0 ** 8, 1, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +44,12 @@ class Drawn:
     bag_of: tuple[Tensor, ...]     # a feature: (K,) the bag of each id
 
 
-def draw_weights(structure: Structure, generator: torch.Generator) -> dict[str, Tensor]:
-    """(R, D) small integers, a table."""
-    return {t.name: _integers((t.rows, t.dim), MAX_WEIGHT, generator) for t in structure.tables}
+def draw_weights(structure: Structure, generator: torch.Generator, density: float = 1.0) -> dict[str, Tensor]:
+    """(R, D) small integers, a table. `density`: share that is drawn; the rest is 0."""
+    return {t.name: _integers((t.rows, t.dim), SCALES[t.dtype].weight, generator, t.dtype, density) for t in structure.tables}
 
 
-def draw(structure: Structure, sketches: Mapping[str, Sketch], bags: int, generator: torch.Generator) -> Drawn:
+def draw(structure: Structure, sketches: Mapping[str, Sketch], bags: int, generator: torch.Generator, density: float = 1.0) -> Drawn:
     """One batch that follows the sketches: bag lengths, empty bags, duplicates, padding; the last row of each table is always named."""
     indices, offsets, weights, bag_of, grads = [], [], [], [], {}
     for feature in structure.features:
@@ -47,21 +60,24 @@ def draw(structure: Structure, sketches: Mapping[str, Sketch], bags: int, genera
         ids = ids.to(torch.int32 if feature.index_dtype == "int32" else torch.int64)
         ends = lengths.cumsum(0)
         starts = torch.cat([ends.new_zeros(1), ends]) if feature.include_last_offset else ends - lengths
-        factors = _factors(len(ids), generator) if feature.weighted else None
+        factors = _factors(len(ids), generator).to(torch_dtype(table.dtype)) if feature.weighted else None
         if feature.form == "matrix":
             ids, factors = ids.view(bags, -1), None if factors is None else factors.view(bags, -1)
         indices.append(ids)
         offsets.append(starts.to(ids.dtype) if feature.form == "offsets" else None)
         weights.append(factors)
         bag_of.append(owner)
-        grads[feature.name] = _integers((bags, table.dim), MAX_GRAD, generator)
-    foreign = tuple(tuple(_integers((bags, part), MAX_WEIGHT, generator) for part in concat.parts if isinstance(part, int))
-                    for concat in structure.concats)
+        grads[feature.name] = _integers((bags, table.dim), SCALES[table.dtype].grad, generator, table.dtype, density)
+    foreign = tuple(tuple(_integers((bags, part), SCALES[concat.dtype].weight, generator, concat.dtype)
+                          for part in concat.parts if isinstance(part, int)) for concat in structure.concats)
     return Drawn(TwinBatch(tuple(indices), tuple(offsets), tuple(weights), foreign), grads, tuple(bag_of))
 
 
-def _integers(shape: tuple[int, ...], largest: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(-largest, largest + 1, shape, generator=generator).float()
+def _integers(shape: tuple[int, ...], largest: int, generator: torch.Generator, dtype: str, density: float = 1.0) -> Tensor:
+    found = torch.randint(-largest, largest + 1, shape, generator=generator)
+    if density < 1.0:
+        found *= torch.rand(shape, generator=generator) < density
+    return found.to(torch_dtype(dtype))
 
 
 def _factors(count: int, generator: torch.Generator) -> Tensor:
@@ -114,7 +130,9 @@ def _ids(feature: Feature, rows: int, owner: Tensor, padded: Tensor, sketch: Ske
 
 @dataclass(slots=True)
 class Oracle:
-    """The step by its formulas, in float64, and the largest sum of absolute terms in units of its smallest part."""
+    """The step by its formulas, in float64. `largest`: of all sums of absolute terms in units of their smallest part, the largest share
+    of what the dtype holds exactly; below 1 every sum is exact in any order.
+    """
 
     structure: Structure
     rules: Mapping[str, Rule]
@@ -151,7 +169,7 @@ class Oracle:
                 continue
             total = weight.new_zeros(len(count), weight.shape[1])
             found[feature.name] = total.index_add(0, bag[keep], rows[keep]) / (count[:, None] if feature.pooling == "mean" else 1)
-            self._note(total.index_add(0, bag[keep], rows[keep].abs()), self._unit(feature.table))
+            self._note(total.index_add(0, bag[keep], rows[keep].abs()), self._unit(feature.table), feature.table)
         return found
 
     def backward(self, drawn: Drawn) -> dict[str, Tensor]:
@@ -167,11 +185,11 @@ class Oracle:
             self.grads[feature.table].index_add_(0, ids[keep], grad[keep])
             self.absolute[feature.table].index_add_(0, ids[keep], grad[keep].abs())
             self.named[feature.table][ids[keep]] = True
-            self._note(self.absolute[feature.table], 1 / MAX_MEAN_LENGTH)
+            self._note(self.absolute[feature.table], 1 / self._share(feature.table), feature.table)
             if feature.weighted:
                 products = arrived * self.weights[feature.table][ids]
                 found[feature.name] = torch.where(keep, products.sum(1), 0.0)
-                self._note(products.abs().sum(1), self._unit(feature.table))
+                self._note(products.abs().sum(1), self._unit(feature.table), feature.table)
         return found
 
     def step(self) -> None:
@@ -179,7 +197,8 @@ class Oracle:
         for name, rule in self.rules.items():
             grad, touched = self.grads[name] * rule.sign, self.named[name]
             if rule.formula == "sgd":
-                self._note(self.weights[name].abs() + LR * self.absolute[name], self._unit(name))
+                self._note(self.weights[name].abs() + LR * self.absolute[name],
+                           LR / self._share(name) if is_reset(self.structure, self.rules, name) else self._unit(name), name)
                 self.weights[name] -= LR * grad
                 continue
             if rule.formula == "adam":
@@ -204,14 +223,19 @@ class Oracle:
             moment += torch.where(touched[:, None], (1 - beta) * (target - moment), 0.0)
 
     def _unit(self, table: str) -> float:
-        """What every weight is a multiple of: integers, after SGD the rate times a mean's smallest share."""
-        rule = self.rules.get(table)
-        means = MAX_MEAN_LENGTH if any(f.pooling == "mean" for f in self.structure.features_of(table)) else 1
-        return 1.0 if rule is None or rule.formula != "sgd" else LR / means / means
+        """What every weight is a multiple of at a lookup: integers, after SGD the rate times a mean's smallest share."""
+        kept = table not in self.rules or is_reset(self.structure, self.rules, table)
+        return 1.0 if kept else LR / self._share(table) / self._share(table)
 
-    def _note(self, absolute: Tensor, unit: float) -> None:
+    def _share(self, table: str) -> int:
+        """How many a gradient is divided by at most."""
+        return MAX_MEAN_LENGTH if any(f.pooling == "mean" for f in self.structure.features_of(table)) else 1
+
+    def _note(self, absolute: Tensor, unit: float, table: str = "") -> None:
+        """`table`: whose dtype the sums have; without one they are float32."""
         if absolute.numel():
-            self.largest = max(self.largest, float(absolute.max()) / unit)
+            exact = SCALES[self.structure.table(table).dtype if table else "float32"].exact
+            self.largest = max(self.largest, float(absolute.max()) / unit / exact)
 
 
 def _spelled(feature: Feature, drawn: Drawn, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -230,14 +254,14 @@ def exact_run(structure: Structure, sketches: Mapping[str, Sketch], rules: Mappi
               rounds: Sequence[int]) -> tuple[dict[str, Tensor], list[list[Drawn]]]:
     """Initial weights, and for each round (a step) its batches, so many that every sum in all of it is exact.
 
-    `rounds` holds the number of backwards before each step. Bags shrink until the sums fit.
+    `rounds` holds the number of backwards before each step. Bags become fewer until the sums fit, then ever more values 0.
     """
-    bags = MAX_BAGS
+    bags, density = MAX_BAGS, 1.0
     while True:
         generator = torch.Generator().manual_seed(seed)
-        weights = draw_weights(structure, generator)
+        weights = draw_weights(structure, generator, density)
         # A batch of another size each time: nothing may depend on the batch size.
-        drawn = [[draw(structure, sketches, max(3, bags - 7 * i), generator) for _ in range(n)] for i, n in enumerate(rounds)]
+        drawn = [[draw(structure, sketches, max(3, bags - 7 * i), generator, density) for _ in range(n)] for i, n in enumerate(rounds)]
         oracle = Oracle.start(structure, rules, weights)
         for batches in drawn:
             for batch in batches:
@@ -245,15 +269,25 @@ def exact_run(structure: Structure, sketches: Mapping[str, Sketch], rules: Mappi
                 oracle.backward(batch)
             oracle.step()
             reset(oracle, weights)
-        if oracle.largest < EXACT:
+        if oracle.largest < 1:
             return weights, drawn
-        if bags <= 3:
-            raise AssertionError(f"3 bags still sum to {oracle.largest:.3g} units")
-        bags //= 2
+        if density < MIN_DENSITY:
+            raise AssertionError(f"3 bags still sum to {oracle.largest:.3g} times what is exact")
+        if bags > 3:
+            bags //= 2
+        else:
+            density /= 2
+
+
+def is_reset(structure: Structure, rules: Mapping[str, Rule], table: str) -> bool:
+    """Whether a table gets its integers back after a step, so that the next lookup is exact again: its rule rounds (a square root, a
+    division), or its dtype has no room for the bits of several steps.
+    """
+    return rules[table].formula != "sgd" or structure.table(table).dtype != "float32"
 
 
 def reset(oracle: Oracle, weights: Mapping[str, Tensor]) -> None:
-    """Give tables whose rule rounds (a square root, a division) their integers back, so that the next lookup is exact again."""
-    for name, rule in oracle.rules.items():
-        if rule.formula != "sgd":
+    """Give the tables that are to have them their integers back."""
+    for name in oracle.rules:
+        if is_reset(oracle.structure, oracle.rules, name):
             oracle.weights[name] = weights[name].double()

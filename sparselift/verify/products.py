@@ -52,7 +52,8 @@ def check_products_real(structure: Structure, schedule: Schedule, backend: str |
         first = lookups.get(concat.features[0])
         if first is None:
             continue
-        parts = [lookups[part] if isinstance(part, str) else torch.randn(first.shape, generator=generator) * first.std(correction=0)
+        spread = first.float().std(correction=0)
+        parts = [lookups[part].float() if isinstance(part, str) else torch.randn(first.shape, generator=generator) * spread
                  for part in concat.parts]
         grad = torch.randn(len(first), spec.width, generator=generator)
         got, want = _followed(crossing, parts, grad), _in_torch(spec, parts, grad, torch.float64)

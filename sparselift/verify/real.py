@@ -1,8 +1,8 @@
 """The part of the certificate on real values: one real step, native and planned, against the formulas in float64 with a derived bound.
 
 The whole model runs, dense part included. What torch's own step saw is recorded (ids, outputs, the gradients that arrived at them); from
-it float64 computes what every touched row must become, and rounding theory how far float32 may be from that.
-Letters: B bags, K ids, U touched rows, D columns. u is half a unit in the last place, 2**-24.
+it float64 computes what every touched row must become, and rounding theory how far the table's dtype may be from that.
+Letters: B bags, K ids, U touched rows, D columns. u is half a unit in the last place: 2**-24 in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparselift.apply import Applied
 from sparselift.errors import EquivalenceError
-from sparselift.ir import Feature, Structure
+from sparselift.ir import Feature, Structure, Table
 from sparselift.kernels.base import KernelBackend, UpdateRule, state_shapes
 from sparselift.optim import fused_rule, state_parts, update_rule
 from sparselift.preserve import preserve
@@ -29,6 +29,7 @@ from sparselift.verify.products import check_products_real
 from sparselift.workload import Workload
 
 U = 2.0 ** -24
+CLOSE = 1e-3                       # of the largest value, where no bound can be derived
 
 
 @dataclass(slots=True)
@@ -72,20 +73,25 @@ def check_real(structure: Structure, schedule: Schedule, equivalence: str, work:
     worst |= check_linears_real(structure, schedule, work, batch)
     if schedule.changes_dense:
         worst |= check_gradients(structure, schedule, work, batch, backend)
-    # With equal outputs the dense part sees the same numbers, so that torch's recorded gradients are the plan's as well.
-    comparable = worst["outputs"] == 0.0 and work.train_step is None
+    # With equal outputs the dense part sees the same numbers, so that its own parameters move alike. The gradients that arrive at lookups
+    # are torch's either way.
+    one_backward, same_outputs = work.train_step is None, worst["outputs"] == 0.0
+    halves = any(weight.dtype != torch.float32 for weight in native.after.values())
     for table in structure.tables:
         if equivalence == "bitwise":
             _require_equal(f"rows of {table.name} after the step", planned.after[table.name], native.after[table.name])
-        elif comparable and table.name in rules:
-            worst["updates"] = max(worst["updates"], _check_update(structure, table.name, rules[table.name], native, planned, rows))
+        elif one_backward and table.name in rules:
+            fused = schedule.tables is not None and schedule.tables[table.name].update == "fused"
+            worst["updates"] = max(worst["updates"], _check_update(structure, table, rules[table.name], planned, rows[table.name], fused))
         else:
-            _require_close(f"rows of {table.name} after the step", planned.after[table.name], native.after[table.name])
+            _require_close(f"rows of {table.name} after the step", planned.after[table.name], native.after[table.name],
+                           native.before[table.name] if halves else None)
     for name, value in native.dense.items():
-        if equivalence == "bitwise" or comparable:
+        if equivalence == "bitwise" or (one_backward and same_outputs):
             _require_equal(f"parameter {name} after the step", planned.dense[name], value)
         else:
-            _require_close(f"parameter {name} after the step", planned.dense[name], value)
+            _require_close(f"parameter {name} after the step", planned.dense[name], value,
+                           work.model.get_parameter(name) if halves else None)
     return worst
 
 
@@ -118,7 +124,7 @@ def _rules(structure: Structure, weights: Mapping[str, Tensor], rows: Mapping[st
             continue
         optimizer, weight = optimizers[table.optimizer.index], weights[table.name]
         group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
-        kind, _ = fused_rule(optimizer, group, table.sparse)
+        kind, _ = fused_rule(optimizer, group, table.sparse)          # whose formula it is, even where torch computes it
         if kind is not None:
             state = optimizer.state.get(weight, {}) if kind != "sgd" else {}
             rules[table.name] = update_rule(kind, group, state)
@@ -179,7 +185,7 @@ def _counts(feature: Feature, lookup: _Lookup) -> tuple[Tensor, Tensor]:
 
 
 def _check_output(feature: Feature, native: _Step, planned: _Step, rows: Mapping[str, Tensor]) -> float:
-    """An L-term float32 sum of rounded products is within (L + 2) u of the sum of absolute terms."""
+    """An L-term float32 sum of rounded products is within (L + 2) u of the sum of absolute terms; a half's is rounded once more."""
     if feature.name not in planned.lookups:
         raise EquivalenceError(f"lookup {feature.name} ran natively and not when planned")
     lookup, got = native.lookups[feature.name], planned.lookups[feature.name].output
@@ -195,24 +201,35 @@ def _check_output(feature: Feature, native: _Step, planned: _Step, rows: Mapping
     zeros = torch.zeros(lookup.output.shape, dtype=torch.float64)
     want = zeros.index_add(0, lookup.bag_of[keep], terms) * share
     bound = zeros.index_add(0, lookup.bag_of[keep], terms.abs()) * share * (count[:, None] + 2) * U
-    share_used = _share(f"output of {feature.name}", got, want, bound)
+    share_used = _share(f"output of {feature.name}", got, want, bound + _rounding(got.dtype, want.abs() + bound))
     return 0.0 if torch.equal(got, lookup.output) else max(share_used, 1e-9)
 
 
-def _check_update(structure: Structure, table: str, rule: UpdateRule, native: _Step, planned: _Step, rows: Mapping[str, Tensor]) -> float:
-    before = native.before[table].double()
+def _rounding(dtype: torch.dtype, size: Tensor) -> Tensor | float:
+    """What rounding a float32 number of this size to a half may change; 0.0 for float32. Twice u where it is rounded by chance."""
+    limits = torch.finfo(dtype)
+    return 0.0 if dtype == torch.float32 else limits.eps / 2 * (size + limits.smallest_normal)
+
+
+def _check_update(structure: Structure, table: Table, rule: UpdateRule, step: _Step, rows: Tensor, fused: bool) -> float:
+    """Hold the rows of a planned step to the formulas, from the gradients that arrived in it. Fused, a half is rounded once, at the end;
+    torch rounds every gradient, and every sum.
+    """
+    name, dtype = table.name, step.before[table.name].dtype
+    u, floor = (U, 0.0) if fused else (torch.finfo(dtype).eps / 2, float(_rounding(dtype, torch.zeros(()))))
+    before = step.before[name].double()
     grad, absolute = torch.zeros_like(before), torch.zeros_like(before)
     terms = torch.zeros(len(before), 1, dtype=torch.float64)
-    for feature in structure.features_of(table):
-        lookup = native.lookups.get(feature.name)
+    for feature in structure.features_of(name):
+        lookup = step.lookups.get(feature.name)
         if lookup is None or lookup.grad is None:
             continue
         keep, count = _counts(feature, lookup)
-        place = torch.searchsorted(rows[table], lookup.ids[keep])
+        place = torch.searchsorted(rows, lookup.ids[keep])
         each = lookup.grad[lookup.bag_of[keep]] * lookup.factors[keep, None]
         each = each / count[lookup.bag_of[keep], None] if feature.pooling == "mean" else each
         if feature.pooling == "max":
-            from_it = first_maxima(before[torch.searchsorted(rows[table], lookup.ids)], lookup.bag_of, keep, len(lookup.output))[1]
+            from_it = first_maxima(before[torch.searchsorted(rows, lookup.ids)], lookup.bag_of, keep, len(lookup.output))[1]
             each = torch.where(from_it[keep], each, 0.0)
         grad.index_add_(0, place, each)
         absolute.index_add_(0, place, each.abs())
@@ -220,35 +237,40 @@ def _check_update(structure: Structure, table: str, rule: UpdateRule, native: _S
     touched = terms > 0
     grad = -grad if rule.maximize else grad
     grad = torch.where(touched, grad + rule.weight_decay * before, 0.0)
-    error = (terms + 4) * U * (absolute + rule.weight_decay * before.abs())   # of a row's summed gradient
+    error = (terms + 4) * u * (absolute + rule.weight_decay * before.abs())   # of a row's summed gradient
     if rule.kind == "sgd":
-        update, slack = rule.lr * grad, rule.lr * error + terms * U * (before.abs() + rule.lr * absolute)
+        update, slack = rule.lr * grad, rule.lr * error + terms * u * (before.abs() + rule.lr * absolute)
     elif rule.kind == "adam":
-        update, slack = _adam(rule, grad, error, native.sums[table])
+        update, slack = _adam(rule, grad, error, step.sums[name], u, floor)
     else:
-        update, slack = _adagrad(rule, grad, error, native.sums[table][0])
+        update, slack = _adagrad(rule, grad, error, step.sums[name][0], u, floor)
     want = torch.where(touched, before - update, before)
-    bound = torch.where(touched, slack + 8 * U * update.abs() + 2 * U * torch.maximum(before.abs(), want.abs()), 0.0)
-    return _share(f"rows of {table} after the step", planned.after[table], want, bound)
+    bound = slack + 8 * u * update.abs() + 2 * u * torch.maximum(before.abs(), want.abs())
+    bound = bound + 2 * _rounding(dtype, want.abs() + bound) + terms * floor
+    return _share(f"rows of {name} after the step", step.after[name], want, torch.where(touched, bound, 0.0))
 
 
-def _adagrad(rule: UpdateRule, grad: Tensor, error: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The update, and how far an error of the gradient moves it: once directly, once through the root of the sum of squares."""
+def _adagrad(rule: UpdateRule, grad: Tensor, error: Tensor, sums: Tensor, u: float, floor: float) -> tuple[Tensor, Tensor]:
+    """The update, and how far an error of the gradient moves it: once directly, once through the root of the sum of squares. `floor`: what
+    rounding a number near 0 may change; of a half, that is much of a small sum.
+    """
     if rule.kind == "adagrad":
-        root, spread = (sums + grad.square()).sqrt(), error
+        total, spread = sums + grad.square(), error
     else:
-        root = (sums + grad.square().mean(1)).sqrt()[:, None]
+        total = (sums + grad.square().mean(1))[:, None]
         spread = error.amax(1, keepdim=True) * grad.shape[1] ** 0.5
-    scale = rule.lr / (root + rule.eps).clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where(grad == 0, 0.0, scale * grad), 2 * scale * (error + spread)
+    tiny = torch.finfo(torch.float32).tiny
+    least = (total - 2 * u * total - 2 * floor).clamp(min=0).sqrt()
+    scale, steepest = (rule.lr / (root + rule.eps).clamp(min=tiny) for root in (total.sqrt(), least))
+    return torch.where(grad == 0, 0.0, scale * grad), 2 * scale * (error + spread) + (steepest - scale) * grad.abs()
 
 
-def _adam(rule: UpdateRule, grad: Tensor, error: Tensor, moments: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The update, and how far errors of the gradient and roundings of both moments move it."""
+def _adam(rule: UpdateRule, grad: Tensor, error: Tensor, moments: tuple[Tensor, ...], u: float, floor: float) -> tuple[Tensor, Tensor]:
+    """The update, and how far errors of the gradient and roundings of both moments move it; `floor` as for Adagrad."""
     (first, second), (gain1, gain2) = moments, (1 - beta for beta in rule.betas)
     mean, square = first + gain1 * (grad - first), second + gain2 * (grad.square() - second)
-    mean_error = gain1 * error + 3 * U * (first.abs() + grad.abs())
-    square_error = gain2 * (2 * grad.abs() * error + error.square()) + 3 * U * (second + grad.square())
+    mean_error = gain1 * error + 3 * u * (first.abs() + grad.abs()) + 2 * floor
+    square_error = gain2 * (2 * grad.abs() * error + error.square()) + 3 * u * (second + grad.square()) + 2 * floor
     least = (square - square_error).clamp(min=0).sqrt()         # a root is steepest below
     tiny = torch.finfo(torch.float32).tiny
     root, low = (square.sqrt() + rule.eps).clamp(min=tiny), (least + rule.eps).clamp(min=tiny)
@@ -277,9 +299,15 @@ def _require_equal(what: str, got: Tensor, want: Tensor) -> None:
         raise EquivalenceError(f"{what}: {count} of {want.numel()} values differ from native's bits, by up to {difference.max():.3g}")
 
 
-def _require_close(what: str, got: Tensor, want: Tensor) -> None:
-    """Where no bound can be derived (the dense part saw other roundings, or the loop clips): equal to 1e-3 of the largest value."""
-    limit = 1e-3 * float(want.abs().max()) if want.numel() else 0.0
+def _require_close(what: str, got: Tensor, want: Tensor, before: Tensor | None) -> None:
+    """Where no bound can be derived (the dense part saw other roundings, or the loop clips): equal to `CLOSE` of the largest value.
+
+    Behind lookups of halves a gradient may have another sign, of which some optimizers make a whole step. Given the values `before` it,
+    there may be two of native's steps between them, and a spacing of their dtype.
+    """
+    limit = CLOSE * float(want.abs().max()) if want.numel() else 0.0
+    if before is not None and want.numel():
+        limit += float(2 * (want - before.detach()).abs().max() + torch.finfo(want.dtype).eps * want.abs().max())
     difference = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
     if not difference <= limit:
         raise EquivalenceError(f"{what}: differs from native by {difference:.3g}; at most {limit:.3g} is rounding")

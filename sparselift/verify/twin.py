@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparselift.dtypes import torch_dtype
 from sparselift.ir import Feature, InputPath, Structure, Table
 from sparselift.optim import fused_rule
 
@@ -82,10 +83,11 @@ def _twin_feature(feature: Feature, place: int) -> Feature:
 
 
 def _module(feature: Feature, table: Table) -> nn.EmbeddingBag | nn.Embedding:
+    dtype = torch_dtype(table.dtype)
     if feature.pooling == "none":
-        return nn.Embedding(table.rows, table.dim, padding_idx=feature.padding_idx, sparse=table.sparse)
+        return nn.Embedding(table.rows, table.dim, padding_idx=feature.padding_idx, sparse=table.sparse, dtype=dtype)
     return nn.EmbeddingBag(table.rows, table.dim, mode=feature.pooling, padding_idx=feature.padding_idx, sparse=table.sparse,
-                           include_last_offset=feature.include_last_offset)
+                           include_last_offset=feature.include_last_offset, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def table_rules(structure: Structure, weights: Mapping[str, Tensor], optimizers:
             continue
         optimizer = optimizers[table.optimizer.index]
         group = next(g for g in optimizer.param_groups if any(p is weights[table.name] for p in g["params"]))
-        formula, _ = fused_rule(optimizer, group, table.sparse)
+        formula, _ = fused_rule(optimizer, group, table.sparse, torch_dtype(table.dtype))
         if formula is None:
             rules[table.name] = Rule(torch.optim.SGD, {"lr": LR}, "sgd")
             continue
@@ -125,6 +127,8 @@ def table_rules(structure: Structure, weights: Mapping[str, Tensor], optimizers:
         if formula in ("adagrad", "rowwise_adagrad"):
             known["initial_accumulator_value"] = 1.0 if group["initial_accumulator_value"] or not group["eps"] else 0.0
             known["weight_decay"] = 0.25 if group["weight_decay"] else 0.0
+        if formula == "rowwise_adagrad":
+            known["rounding_seed"] = group["rounding_seed"]
         if formula == "adagrad":
             known["lr_decay"] = 1.0 if group["lr_decay"] else 0.0
         rules[table.name] = Rule(type(optimizer), known, formula)

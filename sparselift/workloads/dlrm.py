@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from sparselift.datasets.criteo import read_criteo
 from sparselift.datasets.synthetic import SHAPES, click_batches
 from sparselift.datasets.tabular import Batch
+from sparselift.dtypes import torch_dtype
+from sparselift.kernels.base import WEIGHT_DTYPES
 from sparselift.models.dlrm import DLRM
 from sparselift.optim import RowWiseAdagrad
 from sparselift.workload import Optimizers, Workload
@@ -22,7 +24,7 @@ DEFAULT_LR = {"sgd": 0.1, "adagrad": 0.01, "rowwise_adagrad": 0.01, "sparse_adam
 def dlrm(data: str | os.PathLike[str] | None = None, *, shape: str = "criteo_kaggle", batch_size: int = 2048, num_batches: int = 32,
          dim: int = 16, max_rows: int | None = 1_000_000, min_count: int = 1, bottom: Sequence[int] = (512, 256, 64),
          top: Sequence[int] = (512, 256, 1), optimizer: str = "sgd", lr: float | None = None, sparse: bool = True, mode: str = "sum",
-         seed: int = 0) -> Workload:
+         dtype: str = "float32", seed: int = 0) -> Workload:
     """DLRM with the layers of the official script for Criteo Kaggle (13-512-256-64-16, 512-256-1).
 
     Parameters
@@ -39,6 +41,7 @@ def dlrm(data: str | os.PathLike[str] | None = None, *, shape: str = "criteo_kag
     lr           learning rate of the tables and, in "sgd" and "adagrad", of everything; None: a usual one
     sparse       tables get torch.sparse_coo gradients
     mode         pooling: "sum" or "mean"
+    dtype        of the tables: "float32", "float16" or "bfloat16"; halves are rounded by chance in "rowwise_adagrad"
     seed         of the weights and of the synthetic clicks
 
     Raises
@@ -50,6 +53,8 @@ def dlrm(data: str | os.PathLike[str] | None = None, *, shape: str = "criteo_kag
         raise ValueError(f"optimizer must be one of {sorted(DEFAULT_LR)}; got {optimizer!r}")
     if optimizer == "sparse_adam" and not sparse:
         raise ValueError("optimizer 'sparse_adam' needs sparse=True; got sparse=False")
+    if dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"dtype must be one of {list(WEIGHT_DTYPES)}; got {dtype!r}")
     if data is None:
         if shape not in SHAPES:
             raise ValueError(f"shape must be one of {sorted(SHAPES)}; got {shape!r}")
@@ -57,7 +62,7 @@ def dlrm(data: str | os.PathLike[str] | None = None, *, shape: str = "criteo_kag
         batches = click_batches(SHAPES[shape], batch_size, num_batches, seed=seed, max_rows=max_rows)
     else:
         rows, batches = _read(data, batch_size, num_batches, min_count, max_rows)
-    model = DLRM(rows, dim, bottom, top, sparse=sparse, mode=mode, num_dense=batches[0].dense.shape[1],
+    model = DLRM(rows, dim, bottom, top, sparse=sparse, mode=mode, num_dense=batches[0].dense.shape[1], dtype=torch_dtype(dtype),
                  generator=torch.Generator().manual_seed(seed))
     rate = DEFAULT_LR[optimizer] if lr is None else lr
     return Workload("dlrm", model, OPTIMIZERS[optimizer](model, rate), click_loss, batches, uses=frozenset())
@@ -90,9 +95,13 @@ def _tables(kind: Any) -> Callable[[DLRM, float], Optimizers]:
     return build
 
 
+def _rowwise(tables: list[nn.Parameter], lr: float) -> RowWiseAdagrad:
+    return RowWiseAdagrad(tables, lr=lr, rounding_seed=None if tables[0].dtype == torch.float32 else 0)
+
+
 OPTIMIZERS: dict[str, Callable[[DLRM, float], Optimizers]] = {
     "sgd": _everything(torch.optim.SGD),
     "adagrad": _everything(torch.optim.Adagrad),
-    "rowwise_adagrad": _tables(RowWiseAdagrad),
+    "rowwise_adagrad": _tables(_rowwise),
     "sparse_adam": _tables(torch.optim.SparseAdam),
 }

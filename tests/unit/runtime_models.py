@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparselift.apply import Applied
+from sparselift.dtypes import dtype_name
 from sparselift.ir import Concat, Feature, InputPath, Structure, Table
 from sparselift.optim import holders, optimizer_info
 from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 
 ROWS = (11, 40, 7)
 DIM = 8
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Bags(nn.Module):
@@ -33,6 +36,19 @@ class Bags(nn.Module):
         return self.top(torch.cat([self.bottom(dense), *pooled], dim=1))
 
 
+class HalfBags(Bags):
+    """The same with tables in another dtype, and a dense part in float32."""
+
+    def __init__(self, dtype: torch.dtype, **kind: Any) -> None:
+        super().__init__(**kind)
+        self.emb.to(dtype)
+
+    def forward(self, dense: Tensor, offsets: Sequence[Tensor], indices: Sequence[Tensor],
+                weights: Sequence[Tensor | None] = (None, None, None)) -> Tensor:
+        pooled = [e(i, o, w) for e, i, o, w in zip(self.emb, indices, offsets, weights)]
+        return self.top(torch.cat([self.bottom(dense).to(pooled[0].dtype), *pooled], dim=1).float())
+
+
 def batch(seed: int, bags: int = 6) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dense (B, 3), offsets and indices, with empty bags and repeated ids."""
     generator = torch.Generator().manual_seed(seed)
@@ -48,12 +64,12 @@ def bags_structure(model: Bags, optimizers: Sequence[torch.optim.Optimizer], wei
     """What lifting `Bags` finds."""
     tables, features, held = [], [], holders(optimizers)
     for t, module in enumerate(model.emb):
-        info = optimizer_info(module.sparse, held.get(module.weight, ()))
-        tables.append(Table(f"emb.{t}.weight", *module.weight.shape, "float32", module.sparse, info))
+        info = optimizer_info(module.sparse, held.get(module.weight, ()), module.weight.dtype)
+        tables.append(Table(f"emb.{t}.weight", *module.weight.shape, dtype_name(module.weight.dtype), module.sparse, info))
         indices, offsets, weights = (InputPath(("args", argument, t)) for argument in (2, 1, 3))
         features.append(Feature(f"emb.{t}", f"emb.{t}", 0, f"emb.{t}.weight", module.mode, module.padding_idx, False, "offsets", weighted,
                                 "int64", indices, offsets, weights if weighted else None))
-    concat = Concat("cat", (DIM, *(f.name for f in features)))
+    concat = Concat("cat", (DIM, *(f.name for f in features)), tables[0].dtype)
     return Structure(tuple(tables), tuple(features), (concat,), tuple(type(o).__name__ for o in optimizers), None)
 
 
@@ -84,3 +100,10 @@ def assert_same(native: nn.Module, lifted: nn.Module, exact: bool = True) -> Non
     """Equal parameters, bit for bit or to rounding."""
     for (name, a), (_, b) in zip(native.named_parameters(), lifted.named_parameters(), strict=True):
         assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6), f"{name}: {(a - b).abs().max()}"
+
+
+def close(mine: Tensor, theirs: Tensor, half: torch.dtype | None = None) -> None:
+    """Equal to a few roundings of their dtype, or of that of the tables that they come from."""
+    assert mine.dtype == theirs.dtype and mine.layout == theirs.layout
+    got, want, eps = mine.to_dense().float(), theirs.to_dense().float(), torch.finfo(half or theirs.dtype).eps
+    torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps * float(want.abs().max()))

@@ -335,5 +335,5 @@ def test_finding_the_optimizers_of_many_tables_is_linear() -> None:
     optimizers = [torch.optim.SGD(weights[:200], lr=0.1), torch.optim.SGD(later, lr=0.2)]
     looked.clear()
     held = holders(optimizers)
-    info = [optimizer_info(True, held[weight]) for weight in weights]
+    info = [optimizer_info(True, held[weight], weight.dtype) for weight in weights]
     assert [each.index for each in info] == [0] * 200 + [1] * 100 and len(looked) <= 10 * len(weights)

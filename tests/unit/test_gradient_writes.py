@@ -21,7 +21,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 def another(grad: PendingGrad) -> PendingGrad:
     """The same pending gradient once more."""
-    state = GradState(grad.state.table, grad.state.shape, grad.state.sparse)
+    state = GradState(grad.state.table, grad.state.shape, grad.state.sparse, grad.dtype)
     state.arrived = grad.state.arrived
     return PendingGrad(state)
 

@@ -27,6 +27,17 @@ class TestOutputRing:
         buffer.fill_(1)
         assert (buffer == 1).all()
 
+    @pytest.mark.parametrize("shape", [(3, 5), (0, 5), (), (2, 3, 4)])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_buffers_of_sixteen_bits(self, ring, dtype, shape):
+        buffer = ring.take(shape, dtype)
+        assert buffer.shape == shape and buffer.dtype is dtype and buffer.is_contiguous() and buffer.data_ptr() % 64 == 0
+        address = buffer.fill_(1).data_ptr()
+        assert (buffer == 1).all()
+        kept = buffer[..., :2] if shape else buffer
+        del buffer
+        assert not kept.numel() or ring.take(shape, dtype).data_ptr() != address
+
     @pytest.mark.parametrize("keep", [
         lambda buffer: buffer, lambda buffer: buffer[3:], lambda buffer: buffer.detach(), lambda buffer: buffer.numpy(),
         lambda buffer: buffer.untyped_storage(), lambda buffer: buffer.view(torch.int32), lambda buffer: [torch.nn.Parameter(buffer)],

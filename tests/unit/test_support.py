@@ -15,7 +15,7 @@ from sparselift.functional.fallback import LookupOptions
 from sparselift.functional.routes import FOREIGN_TABLES, UNFUSED_OPTIONS, UNFUSED_TABLES, plan_route
 from sparselift.lift.modules import MODULE_RULES, UPDATE_RULES, WEIGHT_RULES, unliftable
 from sparselift.nn import EmbeddingBag, TableBatchedEmbeddingBags
-from sparselift.optim import OPTIMIZER_RULES, RowWiseAdagrad, fused_rule
+from sparselift.optim import OPTIMIZER_RULES, STATE_RULES, RowWiseAdagrad, fused_rule
 from sparselift.report.support import page
 from sparselift.rules import Rule, in_general
 
@@ -126,6 +126,18 @@ def test_every_option_without_a_fused_update(kind: Any, rule: Rule) -> None:
     assert found is None and matches(rule, reason) and "{" not in reason
     plain = kind([nn.Parameter(torch.zeros(5, 4))], lr=0.1)
     assert fused_rule(plain, plain.param_groups[0], sparse=True)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", STATE_RULES, ids=lambda each: each.__name__)
+def test_every_optimizer_whose_state_is_as_narrow_as_the_table(kind: Any, dtype: torch.dtype) -> None:
+    optimizer = kind([nn.Parameter(torch.zeros(5, 4, dtype=dtype))], lr=0.1)
+    found, reason = fused_rule(optimizer, optimizer.param_groups[0], True, dtype)
+    (rule,) = STATE_RULES[kind]
+    assert found is None and matches(rule, reason) and "{" not in reason
+    assert fused_rule(optimizer, optimizer.param_groups[0], True, torch.float32)[0]
+    rounded = RowWiseAdagrad([nn.Parameter(torch.zeros(5, 4, dtype=dtype))], rounding_seed=1)
+    assert fused_rule(rounded, rounded.param_groups[0], True, dtype) == ("rowwise_adagrad", "")
 
 
 LOOKUPS: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {

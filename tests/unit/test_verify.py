@@ -12,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from sparselift.errors import EquivalenceError
-from sparselift.ir import Structure
+from sparselift.ir import Feature, InputPath, Structure, Table
 from sparselift.kernels import get_backend
 from sparselift.kernels.base import BagProgram, KernelBackend, KernelShape
-from sparselift.optim import RowWiseAdagrad
+from sparselift.optim import RowWiseAdagrad, holders, optimizer_info
 from sparselift.runtime import groups
+from sparselift.schedule import GroupSchedule, Schedule, TableSchedule
 from sparselift.stats import Sketch
 from sparselift.verify import Certifier
 from sparselift.verify.exact import check_exact
-from sparselift.verify.integers import EXACT, Oracle, exact_run
+from sparselift.verify.integers import Oracle, exact_run
 from sparselift.verify.real import check_real
 from sparselift.verify.twin import LR, table_rules, twin_structure
 from sparselift.workload import Workload
-from tests.unit.runtime_models import ROWS, Bags, bags_structure, batch, schedule
+from tests.unit.runtime_models import ROWS, Bags, HalfBags, bags_structure, batch, schedule
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.03),
@@ -39,6 +40,10 @@ LONG_BAGS = Sketch(rows=40, batches=1, bags=8, lookups=16, unique=8, max_length=
 
 def tables(parameters: Any) -> list[nn.Parameter]:
     return [p for p in parameters if p.dim() == 2 and len(p) in ROWS]
+
+
+def rounded(parameters: Any) -> torch.optim.Optimizer:
+    return RowWiseAdagrad(tables(parameters), lr=0.03, rounding_seed=3)
 
 
 def prepared(optimizer: str = "sgd", **kind: Any) -> tuple[Bags, torch.optim.Optimizer, Structure]:
@@ -69,6 +74,38 @@ def test_right_schedules_are_certified(backend: str, optimizer: str, mode: str, 
         assert counts["output"] > 0 and counts["gradient"] > 0 and counts["weights"] > 0
         keeps = optimizer in ("adagrad", "rowwise") or (optimizer == "adam" and sparse)      # else SGD shows the gradient
         assert ("optimizer sums" in counts) == keeps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", ["sgd", "rounded", "adam"])
+@pytest.mark.parametrize("plan", [{}, {"concat": False, "prelude": False}, {"update": "coalesced"}], ids=["concat", "alone", "coalesced"])
+def test_right_schedules_of_half_tables_are_certified(optimizer: str, plan: dict[str, Any], dtype: torch.dtype) -> None:
+    for mode, sparse in (("sum", True), ("mean", True), ("mean", False), ("max", False)):
+        model = HalfBags(dtype, mode=mode, sparse=sparse, padding_idx=2)
+        opt = {**OPTIMIZERS, "rounded": rounded}[optimizer](model.parameters())
+        structure = bags_structure(model, [opt], weighted=mode == "sum")
+        rules = table_rules(structure, {t.name: model.get_parameter(t.name) for t in structure.tables}, [opt])
+        if plan.get("update") == "coalesced" and not sparse:
+            continue
+        counts = check_exact(structure, schedule(structure, **plan), {f.name: LONG_BAGS for f in structure.features}, rules, "cpu", seed=0)
+        assert counts["output"] > 0 and counts["gradient"] > 0 and counts["weights"] > 0
+        assert ("optimizer sums" in counts) == (optimizer == "rounded")
+
+
+def test_rows_too_wide_for_the_bits_of_a_half_are_drawn_thinner() -> None:
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(3, 1000, mode="sum", sparse=True, dtype=torch.bfloat16)})
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    info = optimizer_info(True, holders([opt])[model["bag"].weight], torch.bfloat16)
+    paths = [InputPath(("args", argument, 0)) for argument in range(3)]
+    feature = Feature("bag", "bag", 0, "bag.weight", "sum", None, False, "offsets", True, "int64", *paths)
+    structure = Structure((Table("bag.weight", 3, 1000, "bfloat16", True, info),), (feature,), (), ("SGD",), None)
+    rules = table_rules(structure, {"bag.weight": model["bag"].weight}, [opt])
+    twin = twin_structure(structure)
+    weights, rounds = exact_run(twin, {"bag": LONG_BAGS}, rules, 0, (1, 2, 1))
+    assert 0 < weights["bag.weight"].count_nonzero() < 1500 and rounds[0][0].grads["bag"].count_nonzero() > 0
+    knobs = TableSchedule("fused", "chain", 8, "bag", False, False, "cached")
+    plan = Schedule("planned", (GroupSchedule(("bag",), True),), {"bag.weight": knobs})
+    assert check_exact(structure, plan, {"bag": LONG_BAGS}, rules, "cpu", seed=0)["per-sample weight gradient"] > 0
 
 
 class Faulty(BagProgram):
@@ -150,7 +187,7 @@ class MissingMeanDivideInUpdate(Faulty):
         self.inner.update(tables, states, rules, segments)
         if rules[0] is not None:
             rows, values = self.inner.coalesced_grad(0, segments)
-            tables[0].data[rows] -= rules[0].lr * values
+            tables[0].data[rows] -= (rules[0].lr * values).to(tables[0].dtype)
 
 
 class SwappedTables(Faulty):
@@ -189,26 +226,29 @@ class Planted(KernelBackend):
 class EqualBags(Bags):
     """All tables of one shape, so that nothing but the values can tell them apart."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, dtype: torch.dtype) -> None:
         super().__init__(mode=mode)
-        self.emb = nn.ModuleList(nn.EmbeddingBag(40, 8, mode=mode, sparse=True) for _ in range(3))
+        self.emb = nn.ModuleList(nn.EmbeddingBag(40, 8, mode=mode, sparse=True, dtype=dtype) for _ in range(3))
 
 
-def check_equal_bags(mode: str, backend: str | KernelBackend) -> None:
-    model = EqualBags(mode)
+def check_equal_bags(mode: str, backend: str | KernelBackend, dtype: torch.dtype = torch.float32) -> None:
+    model = EqualBags(mode, dtype)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     structure = bags_structure(model, [opt])
     rules = table_rules(structure, {t.name: model.get_parameter(t.name) for t in structure.tables}, [opt])
     check_exact(structure, schedule(structure), {f.name: LONG_BAGS for f in structure.features}, rules, backend, seed=0)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("backend", "dtype"), [("reference", torch.float32), ("cpu", torch.float32), ("cpu", torch.float16),
+                                                ("cpu", torch.bfloat16)], ids=lambda each: str(each).removeprefix("torch."))
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_kernel_faults_fail(fault: type[Faulty], backend: str) -> None:
+def test_planted_kernel_faults_fail(fault: type[Faulty], backend: str, dtype: torch.dtype) -> None:
+    if fault is StaleSegment and dtype == torch.float16:
+        return                          # torch adds no sparse float16 tensors, so that natively no step has two backwards
     mode = "mean" if "Mean" in fault.__name__ else "sum"
-    check_equal_bags(mode, backend)
+    check_equal_bags(mode, backend, dtype)
     with pytest.raises(EquivalenceError):
-        check_equal_bags(mode, Planted(fault, backend))
+        check_equal_bags(mode, Planted(fault, backend), dtype)
 
 
 def test_planted_executor_faults_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +327,7 @@ def test_sums_of_drawn_integers_are_exact(optimizer: str) -> None:
         for value in oracle.lookup(drawn).values():
             assert torch.equal(value, value.float().double())
         oracle.backward(drawn)
-    assert 0 < oracle.largest < EXACT
+    assert 0 < oracle.largest < 1
 
 
 def workload(optimizer: str) -> Workload:
@@ -317,14 +357,18 @@ def test_a_plan_that_calls_itself_bitwise_is_held_to_the_bits() -> None:
         certifier.certify(schedule(structure), "bitwise")
 
 
-def test_real_values_outside_the_bound_fail() -> None:
+@pytest.mark.parametrize(("dtype", "nudge"), [(torch.float32, 2.0 ** -20), (torch.float16, 2.0 ** -8),
+                                              (torch.bfloat16, 2.0 ** -5)], ids=str)
+def test_real_values_outside_the_bound_fail(dtype: torch.dtype, nudge: float) -> None:
     class Nudged(Faulty):
         def update(self, tables: Any, states: Any, rules: Any, segments: Any) -> None:
             self.inner.update(tables, states, rules, segments)
             row = int(self.inner.coalesced_grad(1, segments)[0][0])
-            tables[1].data[row] *= 1 + 2.0 ** -20
+            tables[1].data[row] *= 1 + nudge
 
-    work = workload("sgd")
+    model = HalfBags(dtype)
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    work = Workload("bags", model, opt, lambda m, b: m(*b).pow(2).mean(), [batch(seed) for seed in range(3)])
     structure = bags_structure(work.model, work.optimizers)
     check_real(structure, schedule(structure), "reassociated", work, batch(0), "reference")
 

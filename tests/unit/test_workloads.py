@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparselift.apply import apply
+from sparselift.apply import apply, explain
 from sparselift.errors import DataError, WorkloadError
 from sparselift.lift import lift
 from sparselift.optim import RowWiseAdagrad
-from sparselift.plan import Plan
+from sparselift.plan import Plan, default_plan
 from sparselift.verify import verify
 from sparselift.workload import Workload
 from sparselift.workloads import BUILT_IN, dlrm, parse_settings, resolve
@@ -127,6 +127,18 @@ def test_the_built_in_workload_trains(optimizer: str, kinds: list[type]) -> None
     assert not any(torch.equal(bag.weight, old) for bag, old in zip(work.model.emb_l, before))
 
 
+def test_the_built_in_workload_takes_half_tables() -> None:
+    work = dlrm(**SMALL, optimizer="rowwise_adagrad", dtype="bfloat16")
+    assert {bag.weight.dtype for bag in work.model.emb_l} == {torch.bfloat16} and work.model.top_l[0].weight.dtype == torch.float32
+    assert work.optimizers[1].param_groups[0]["rounding_seed"] == 0
+    graph = lift(work)
+    assert all(table.dtype == "bfloat16" and table.optimizer and table.optimizer.fused_rule for table in graph.structure.tables)
+    apply(default_plan(graph), work.model, work.optimizer)
+    for batch in work.take(2):
+        assert work.train(work.model, work.optimizer, batch).item() > 0
+    assert "nothing fell back" in explain(work.model)
+
+
 def test_the_default_is_criteos_shape() -> None:
     work = dlrm(num_batches=1, max_rows=100, batch_size=16)
     assert len(work.model.emb_l) == 26 and max(bag.num_embeddings for bag in work.model.emb_l) == 100
@@ -153,6 +165,7 @@ def test_a_log_gives_full_batches_and_its_own_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"shape": "avazu"}, "shape must be one of .* got 'avazu'"),
     ({"optimizer": "sparse_adam", "sparse": False}, "'sparse_adam' needs sparse=True"),
+    ({"dtype": "float64"}, r"dtype must be one of \['float32', 'float16', 'bfloat16'\]; got 'float64'"),
     ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
     ({"data": "absent.tsv", "num_batches": 0}, "num_batches must be at least 1; got 0"),
 ])
