@@ -330,7 +330,7 @@ class TestKernels:
             assert np.array_equal(grads.numpy(), want)
 
     def test_a_batch_that_was_prepared_ahead_gives_the_same_bits(self, backend, case):
-        """Forward, updates of one segment, of two, and with a feature that got no gradient."""
+        """Forward, gradients, updates of one segment, of two, and with a feature that got no gradient."""
         for coalesce in COALESCE_METHODS:
             if is_refused(case, backend, coalesce):
                 continue
@@ -344,10 +344,11 @@ class TestKernels:
                 program.forward(case.weights, other, case.outputs(other))
                 grads = random_grads(case, batch, 5)
                 weights = [weight.clone() for weight in case.weights]
+                gradients = [part for table in range(len(weights)) for part in program.coalesced_grad(table, [Segment(batch, grads)])]
                 for segments in ([Segment(batch, grads, [0.5] * len(weights))], [Segment(batch, grads), Segment(other, grads)],
                                  [Segment(batch, [None, *grads[1:]])]):
                     program.update(weights, [None] * len(weights), [SGD] * len(weights), segments)
-                results.append([*outputs, *weights])
+                results.append([*outputs, *gradients, *weights])
             assert all(map(torch.equal, *results))
 
     @pytest.mark.parametrize("threads", [1, 3])
