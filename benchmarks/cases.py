@@ -129,12 +129,16 @@ class Side:
         self.case, self.model, self.optimizers = case, model, optimizers
         self.output_grad = case.output_grad
 
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        """What the model's forward gets of a batch."""
+        tables = batch.table_offsets, batch.table_indices
+        return (batch.dense, *tables) if self.case.output_grad is None else tables
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """0-d; of the sparse path alone, the one whose gradient at the output is the given one."""
         if self.case.output_grad is None:
-            logits = model(batch.dense, batch.table_offsets, batch.table_indices)
-            return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        return (model(batch.table_offsets, batch.table_indices) * self.case.output_grad).sum()
+            return nn.functional.binary_cross_entropy_with_logits(model(*self.inputs(batch)), batch.labels)
+        return (model(*self.inputs(batch)) * self.case.output_grad).sum()
 
     def step(self, number: int, scale: float = 1.0) -> Tensor:
         """One step on batch `number`. Returns the pooled output, or the loss of a full step."""
@@ -154,7 +158,7 @@ class Side:
     def workload(self) -> Workload:
         """For lifting and tuning."""
         return Workload(f"{self.case.shape.name}-{self.case.optimizer}", self.model, self.optimizers, self.loss, self.case.batches,
-                        uses=frozenset())
+                        uses=frozenset(), inputs=self.inputs)
 
 
 class Trainer(Protocol):

@@ -128,6 +128,12 @@ void forward(Setting& s) {
     check(sl_forward(s.program, &table, s.batch, &output, 1));
 }
 
+/// Of a batch that was arranged before: in the first call, which is not counted.
+void forward_ahead(Setting& s) {
+    check(sl_arrange(s.program, s.batch));
+    forward(s);
+}
+
 void weight_grad(Setting& s) { check(sl_weight_grad(s.program, s.table.get(), s.batch, 0, s.output(), s.weights.get(), 1)); }
 
 sl_segment segment_of(const Setting& s, const sl_matrix& grad) {
@@ -152,7 +158,7 @@ void update(Setting& s) {
     check(sl_update(s.program, &table, &state, &rule, &segment, 1, 1));
 }
 
-/// Of a batch that was arranged before: in the first call, which is not counted.
+/// As forward_ahead.
 void update_ahead(Setting& s) {
     check(sl_arrange(s.program, s.batch));
     update(s);
@@ -181,6 +187,7 @@ std::vector<Case> cases() {
         {"forward max", forward, SL_MAX},
         {"forward weighted", forward, SL_SUM, 1},
         {"forward sum dedup", forward, SL_SUM, 0, 1},
+        {"forward sum dedup ahead", forward_ahead, SL_SUM, 0, 1},
         {"weight_grad", weight_grad, SL_SUM, 1},
     };
     const struct { const char* name; int32_t kind; } rules[] = {

@@ -16,7 +16,7 @@ from sparselift.datasets import Batch, Ragged, Tabular
 from sparselift.measure import Steps, compare
 from sparselift.models import DLRM
 from sparselift.plan import Interval, Plan
-from sparselift.workloads.dlrm import click_loss
+from sparselift.workloads.dlrm import click_inputs, click_loss
 
 LOSS_TOLERANCE = 1e-3
 TRAIN_SHARE = 0.8                # in the order of the file, which is that of time; the rest is for testing
@@ -43,7 +43,8 @@ class Task:
         """A fresh model, the same for a seed, under plain SGD."""
         model = DLRM(self.rows, args.dim, self.bottom, self.top, num_dense=self.train[0].dense.shape[1],
                      generator=torch.Generator().manual_seed(args.seed))
-        return sl.Workload(self.name, model, torch.optim.SGD(model.parameters(), lr=args.lr), click_loss, self.train, uses=frozenset())
+        return sl.Workload(self.name, model, torch.optim.SGD(model.parameters(), lr=args.lr), click_loss, self.train, uses=frozenset(),
+                           inputs=click_inputs)
 
 
 @dataclass(frozen=True, slots=True)

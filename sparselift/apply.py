@@ -171,6 +171,9 @@ class Applied:
                          f"{ahead}")
             if group.crossing is not None:
                 lines.append(str(group.crossing))
+        if self.schedule.prefetch_batches and not any(prelude.group.calls_ahead for prelude in runtime.preludes):
+            lines.append(f"the plan has the index work of {self.schedule.prefetch_batches} batches done ahead, and no step found any: "
+                         "train in a loop over sl.prefetch_batches(batches, model, inputs)")
         lines += runtime.graphs.lines()
         if runtime.dense is not None:
             lines.append(str(runtime.dense))

@@ -169,6 +169,7 @@ class Structure:
     linears: tuple[Linear, ...] = ()
     dense_modules: tuple[DenseModule, ...] = ()
     device: str = "cpu"            # the kind, one of DEVICES, of the one that all tables are on
+    in_batch: tuple[str, ...] = ()  # features whose tensors Workload.inputs gives of every batch, the very ones
 
     def table(self, name: str) -> Table:
         """Raises KeyError with the known names."""
@@ -201,6 +202,7 @@ class Structure:
             linears=tuple(Linear(**each) for each in document["linears"]),
             dense_modules=tuple(DenseModule(**each) for each in document["dense_modules"]),
             device=document["device"],
+            in_batch=tuple(document["in_batch"]),
         )
 
 

@@ -14,15 +14,18 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from sparselift.apply import Applied
+from sparselift.batches import IndexAhead, Job
 from sparselift.ir import Structure
 from sparselift.kernels.base import KernelBackend
 from sparselift.memory import HugePageSet
@@ -45,21 +48,26 @@ class Candidate(Protocol):
     def enter(self) -> None:
         """Make it the way that runs. Called when the other one ran before; not timed."""
 
-    def step(self, batch: Any) -> object:
-        """One whole training step, done when it returns."""
+    def run(self, batches: Sequence[Any], coming: Iterator[Any]) -> None:
+        """One whole training step a batch, all done when it returns.
+
+        `coming` gives the batches of the next calls, without end: a training loop that works ahead has begun with them by then, and so
+        does it in the time of these. A step with another batch may come in between.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """A candidate that shares nothing with the other: a function that runs one whole training step."""
 
-    run: Callable[[Any], object]
+    step: Callable[[Any], object]
 
     def enter(self) -> None:
         return
 
-    def step(self, batch: Any) -> object:
-        return self.run(batch)
+    def run(self, batches: Sequence[Any], coming: Iterator[Any]) -> None:
+        for batch in batches:
+            self.step(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,29 +200,32 @@ class _Track:
         first = len(self.log_ratios)
         for which in (self.active, 1 - self.active):
             if which != self.active:
-                self._switch(which, 1)
+                self._switch(which, 1, first * steps)
             for pair in range(first, first + count):
-                self._block(which, [self.batches[(pair * steps + step) % len(self.batches)] for step in range(steps)])
+                rotation = self._rotation(pair * steps)
+                self._block(which, list(islice(rotation, steps)), rotation)
         self.log_ratios += [math.log(a / b) for a, b in zip(*(blocks[first:] for blocks in self.blocks_s), strict=True)]
 
     def step_s(self, which: int, steps: int, confidence: float) -> Interval:
         low, mid, high, _ = median_interval([block / steps for block in self.blocks_s[which]], confidence)
         return Interval(mid, low, high)
 
-    def _block(self, which: int, batches: Sequence[Any]) -> None:
+    def _rotation(self, start: int) -> Iterator[Any]:
+        return islice(cycle(self.batches), start % len(self.batches), None)
+
+    def _block(self, which: int, batches: Sequence[Any], coming: Iterator[Any]) -> None:
         begin = self.clock()
-        for batch in batches:
-            self.candidates[which].step(batch)
+        self.candidates[which].run(batches, coming)
         self.blocks_s[which].append(self._since(begin))
 
-    def _switch(self, which: int, warmups: int) -> float:
-        """Enter a candidate and run steps that are not timed. Returns what the last of them took."""
+    def _switch(self, which: int, warmups: int, start: int = 0) -> float:
+        """Enter a candidate and run steps that are not timed, before those from `start` on. Returns what the last of them took."""
         self.active = which
         self.candidates[which].enter()
         last_s = 0.0
         for step in range(warmups):
             begin = self.clock()
-            self.candidates[which].step(self.batches[-1 - step % len(self.batches)])
+            self.candidates[which].run([self.batches[-1 - step % len(self.batches)]], self._rotation(start))
             last_s = self._since(begin)
             self.warmup_s += last_s
         return last_s
@@ -244,7 +255,8 @@ class Stage:
         if config.path != "planned":
             return _Staged(self, None)
         schedule = build_schedule(self._structure, config)
-        return _Staged(self, Applied(self._structure, schedule, self._work.model, self._backend, self._huge_pages))
+        applied = Applied(self._structure, schedule, self._work.model, self._backend, self._huge_pages)
+        return _Staged(self, applied, _Ahead(self._work, schedule.prefetch_batches) if schedule.prefetch_batches else None)
 
     def show(self, applied: Applied | None) -> None:
         """Switch to a compiled config; None is native. Huge pages that only the config before wanted go: they would serve this one, too.
@@ -274,16 +286,56 @@ class Stage:
             gc.unfreeze()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Staged:
+    """Steps of a workload's model under one config; with the index work of coming batches ahead, if the config says so."""
+
     stage: Stage
     applied: Applied | None
+    ahead: _Ahead | None = None
 
     def enter(self) -> None:
         self.stage.show(self.applied)
 
-    def step(self, batch: Any) -> object:
-        return self.stage.train(batch)
+    def run(self, batches: Sequence[Any], coming: Iterator[Any]) -> None:
+        if self.ahead is None:
+            for batch in batches:
+                self.stage.train(batch)
+            return
+        todo = deque(chain(batches, islice(coming, self.ahead.depth)))
+        for batch in batches:
+            todo.popleft()
+            self.ahead.turn_to(batch, todo)
+            self.stage.train(batch)
+        self.ahead.finish()
+
+
+class _Ahead:
+    """What `sl.prefetch_batches` does for a loop, for one whose batches are known, and that stops now and then.
+
+    As much index work is timed as steps are: what a block begins is done before it ends, and serves the block after it.
+    """
+
+    def __init__(self, work: Workload, depth: int) -> None:
+        self.depth = depth
+        self._index = IndexAhead(work.model, work.inputs)
+        self._begun: deque[tuple[Any, list[Job]]] = deque()
+
+    def turn_to(self, batch: Any, coming: Iterable[Any]) -> None:
+        """Begin with the batches that come next, and leave what is done of `batch` with the model."""
+        self._index.forget()
+        own = self._begun.popleft()[1] if self._begun and self._begun[0][0] is batch else []
+        upcoming = list(islice(coming, self.depth))
+        if any(begun is not later for (begun, _), later in zip(self._begun, upcoming, strict=False)):
+            self._begun.clear()
+        for later in upcoming[len(self._begun):]:
+            self._begun.append((later, self._index.begin(later)))
+        self._index.deliver(own)
+
+    def finish(self) -> None:
+        """Wait for the thread."""
+        for _, jobs in self._begun:
+            self._index.finish(jobs)
 
 
 def _is_settled(log_ratios: Sequence[float], confidence: float, precision: float, bar: float | None) -> bool:

@@ -56,6 +56,7 @@ class Schedule:
     linear: str = "native"         # or another choice of rewrites.linear: what runs the dense part's linear layers
     compile: str = "eager"         # or "inductor": what runs the modules without lookups; "inductor_graph": the whole forward
     shape: KernelShape = AUTO_SHAPE  # of all calls; tables have their own bags_per_group and vector_bytes
+    prefetch_batches: int = 0      # batches ahead, whose index work a thread beside the step does
 
     @property
     def changes_dense(self) -> bool:
@@ -86,7 +87,8 @@ def build_schedule(structure: Structure, config: Config) -> Schedule:
     products = {each.concat: each.name for each in eligible_interactions(structure)} if config.policy["interaction"] else {}
     return Schedule("planned", tuple(GroupSchedule(*group, products.get(str(group.concat))) for group in groups), tables,
                     str(config.policy["linear"]), str(config.policy["compile"]),
-                    KernelShape(**{name: _number(config.policy[name]) for name in ("block_threads", "loads_in_flight", "chunk_lookups")}))
+                    KernelShape(**{name: _number(config.policy[name]) for name in ("block_threads", "loads_in_flight", "chunk_lookups")}),
+                    int(config.policy["prefetch_batches"]))
 
 
 def _table_schedule(table: Table, knobs: Mapping[str, Value]) -> TableSchedule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from inspect import isfunction
 from itertools import islice
@@ -32,6 +32,8 @@ class Workload:
     train_step  train_step(model, optimizer, batch) -> 0-d loss: the whole step of a loop that accumulates, clips or scales; `optimizer`
                 is as given above, one or a sequence. Replaces `step` wherever a step is measured; what is lifted is still `step`
     uses        what the loop does: a subset of {"accumulate", "clip", "scaler", "skip"}; None: unknown
+    inputs      inputs(batch) -> what `step` gives the model's forward of a batch, the very tensors: a tuple of its arguments, or a mapping
+                of its keywords, as for `sl.prefetch_batches`; None: the batch itself, alone
 
     Raises
     ------
@@ -45,6 +47,7 @@ class Workload:
     batches: Sequence[Any] | Callable[[], Iterable[Any]]
     train_step: Callable[[nn.Module, Any, Any], Tensor] | None = None
     uses: frozenset[str] | None = None
+    inputs: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -59,6 +62,9 @@ class Workload:
         if self.train_step is not None and not callable(self.train_step):
             raise WorkloadError(f"workload {self.name!r}: train_step must be a function train_step(model, optimizer, batch) or None; "
                                 f"got {self.train_step!r}")
+        if self.inputs is not None and not callable(self.inputs):
+            raise WorkloadError(f"workload {self.name!r}: inputs must be a function inputs(batch) that returns the forward's arguments, or "
+                                f"None; got {self.inputs!r}")
         if not callable(self.batches) and (not isinstance(self.batches, Iterable) or isinstance(self.batches, (str, Iterator))):
             raise WorkloadError(f"workload {self.name!r}: batches must be a list, or a callable that returns an iterator, since they are "
                                 f"read more than once; got {type(self.batches).__name__}")
@@ -89,6 +95,10 @@ class Workload:
             raise WorkloadError(f"workload {self.name!r} gives no batches")
         return batches
 
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of the model's forward, by `inputs`. Raises TypeError where that gives neither."""
+        return forward_arguments(batch, self.inputs)
+
     def train(self, model: nn.Module, optimizer: Optimizers, batch: Any) -> Tensor:
         """One whole training step, the way the user's loop does it. Returns the loss, detached."""
         if self.train_step is not None:
@@ -100,6 +110,18 @@ class Workload:
         for each in as_tuple(optimizer):
             each.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+def forward_arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a forward that gets `inputs(batch)`: a tuple of arguments or a mapping of keywords; None: the batch, alone."""
+    if inputs is None:
+        return (batch,), {}
+    given = inputs(batch)
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, Sequence):
+        return tuple(given), {}
+    raise TypeError(f"inputs must give a tuple of the forward's arguments or a mapping of its keywords; got {type(given).__name__}")
 
 
 def check_kind(call: str, name: str, value: object, kind: type, made_by: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -306,9 +306,9 @@ class _Native:
     def enter(self) -> None:
         self.inner.enter()
 
-    def step(self, batch: Any) -> object:
+    def run(self, batches: Sequence[Any], coming: Iterator[Any]) -> None:
         try:
-            return self.inner.step(batch)
+            self.inner.run(batches, coming)
         except Exception as error:
             raise Abort(f"the native step raises {type(error).__name__}: {error}") from error
 

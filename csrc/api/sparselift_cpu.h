@@ -122,7 +122,7 @@ int64_t sl_program_workspace_bytes(const sl_program* program);
 /* Validates, narrows and copies the ids of F inputs. SL_BAD_ID and SL_BAD_OFFSET fill `fault`. */
 sl_status sl_prepare(sl_program* program, const sl_index_input* inputs, int32_t threads, sl_batch** batch, sl_fault* fault);
 
-/* Does what an update of the batch can do before there are gradients, on the calling thread alone. Results are the same bits without it. */
+/* Does what needs the batch's ids alone, for its forward and its update, on the calling thread alone. Results are the same bits without it. */
 sl_status sl_arrange(sl_program* program, sl_batch* batch);
 void sl_batch_destroy(sl_batch* batch);
 int64_t sl_batch_bytes(const sl_batch* batch);

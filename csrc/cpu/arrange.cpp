@@ -1,5 +1,7 @@
-// What an update does with ids alone, done before there are gradients: the lookups of every table, sorted by row.
+// What a step does with ids alone, done before it: the lookups of every table sorted by row, for the update, and the distinct rows that a
+// forward with deduplication gathers.
 #include <algorithm>
+#include <climits>
 
 #include "program.h"
 
@@ -23,12 +25,12 @@ int64_t gather(const sl_program& program, const sl_batch& batch, size_t t, std::
     return lookups;
 }
 
-/// Points `runs` at their parts of a block. The same calls on a null base give the size.
-void lay_out(Layout& layout, const sl_program& program, const sl_batch& batch, std::vector<Source>& sources, Runs* runs) {
+/// Points `runs` and `distinct` at their parts of a block. The same calls on a null base give the size.
+void lay_out(Layout& layout, const sl_program& program, const sl_batch& batch, std::vector<Source>& sources, Runs* runs, Distinct* distinct) {
     for (size_t t = 0; t < program.tables.size(); ++t) {
-        const int64_t lookups = has_runs(program.tables[t]) ? gather(program, batch, t, sources) : 0;
+        const int64_t lookups = gather(program, batch, t, sources);
         Runs parts{};
-        if (lookups > 0 && lookups <= kMaxLookups) {
+        if (has_runs(program.tables[t]) && lookups > 0 && lookups <= kMaxLookups) {
             parts.sorted = layout.take<Entry>(lookups + 1);
             if (!are_bags_enough(sources.data(), static_cast<int64_t>(sources.size()))) parts.bags = layout.take<int32_t>(lookups);
             parts.rows = layout.take<int32_t>(most_rows(program, lookups, t));
@@ -36,6 +38,13 @@ void lay_out(Layout& layout, const sl_program& program, const sl_batch& batch, s
             parts.lookups = lookups;
         }
         if (runs) runs[t] = parts;
+        Distinct places{};
+        if (program.tables[t].dedup) {
+            places.slots = layout.take<int32_t>(lookups);
+            places.rows = layout.take<int32_t>(most_rows(program, lookups, t));
+            places.paddings = layout.take<int32_t>(static_cast<int64_t>(program.table_features[t].size()));
+        }
+        if (distinct) distinct[t] = places;
     }
 }
 
@@ -55,26 +64,56 @@ void sort(sl_program& program, const sl_batch& batch, size_t t, Runs& runs) {
 }
 
 }  // namespace
+
+int64_t lookups_of(const sl_program& program, const sl_batch& batch, size_t table) {
+    int64_t lookups = 0;
+    for (int32_t f : program.table_features[table]) lookups += batch.lookups[f].count;
+    return lookups;
+}
+
+void find_distinct(const sl_program& program, const sl_batch& batch, size_t table, int32_t* heads, Distinct& distinct) {
+    const auto& features = program.table_features[table];
+    UpdateArgs args{};
+    args.heads = heads;
+    args.rows = distinct.rows;
+    int64_t first = 0;
+    distinct.num_rows = 0;
+    for (int32_t f : features) {
+        distinct.num_rows = program.kernels->find_slots(args, batch.lookups[f], distinct.num_rows, distinct.slots + first);
+        first += batch.lookups[f].count;
+    }
+    for (size_t i = 0; i < features.size(); ++i) {
+        const int32_t padding = batch.lookups[features[i]].padding, head = padding < 0 ? 0 : heads[padding];
+        distinct.paddings[i] = head ? head - 1 : INT32_MAX;
+    }
+    for (int64_t i = 0; i < distinct.num_rows; ++i) heads[distinct.rows[i]] = 0;
+}
+
 }  // namespace sparselift
 
 using namespace sparselift;
 
 extern "C" sl_status sl_arrange(sl_program* program, sl_batch* batch) {
     return guarded([&]() -> sl_status {
-        if (batch->run_block) return SL_OK;
-        const size_t num_tables = program->tables.size();
+        if (batch->arranged) return SL_OK;
+        const auto num_tables = static_cast<int64_t>(program->tables.size());
         Layout size(nullptr);
-        size.take<Runs>(static_cast<int64_t>(num_tables));
-        lay_out(size, *program, *batch, program->ahead.sources, nullptr);
-        batch->run_block = pool_take(program->pool, size.used());
-        if (!batch->run_block) throw std::bad_alloc();
+        size.take<Runs>(num_tables);
+        size.take<Distinct>(num_tables);
+        lay_out(size, *program, *batch, program->ahead.sources, nullptr, nullptr);
+        batch->arranged = pool_take(program->pool, size.used());
+        if (!batch->arranged) throw std::bad_alloc();
         batch->bytes += static_cast<int64_t>(size.used());
-        Layout layout(static_cast<char*>(batch->run_block->data));
-        auto* runs = layout.take<Runs>(static_cast<int64_t>(num_tables));
-        lay_out(layout, *program, *batch, program->ahead.sources, runs);
-        for (size_t t = 0; t < num_tables; ++t)
+        Layout layout(static_cast<char*>(batch->arranged->data));
+        auto* runs = layout.take<Runs>(num_tables);
+        auto* distinct = layout.take<Distinct>(num_tables);
+        lay_out(layout, *program, *batch, program->ahead.sources, runs, distinct);
+        for (size_t t = 0; t < program->tables.size(); ++t) {
             if (runs[t].sorted) sort(*program, *batch, t, runs[t]);
+            if (distinct[t].rows) find_distinct(*program, *batch, t, program->heads_ahead[t].of<int32_t>(program->tables[t].rows), distinct[t]);
+        }
         batch->runs = runs;
+        batch->distinct = distinct;
         return SL_OK;
     });
 }

@@ -1,6 +1,5 @@
 // Schedules the forward kernels: bags or tables, with or without deduplication.
 #include <algorithm>
-#include <climits>
 
 #include "program.h"
 #include "threads.h"
@@ -55,8 +54,9 @@ int64_t output_bytes(const sl_program& program, const sl_batch& batch) {
     return bytes;
 }
 
+/// The most that one table's deduplication takes. Rows have room for one that is written past the end before it is counted.
 struct DedupSize {
-    size_t lookups = 0, rows = 0, floats = 0;
+    size_t lookups = 0, rows = 0, features = 0, floats = 0;
 };
 
 DedupSize dedup_size(const sl_program& program, const sl_batch& batch) {
@@ -64,52 +64,49 @@ DedupSize dedup_size(const sl_program& program, const sl_batch& batch) {
     for (size_t t = 0; t < program.tables.size(); ++t) {
         const sl_table& table = program.tables[t];
         if (!table.dedup) continue;
-        int64_t lookups = 0;
-        for (int32_t f : program.table_features[t]) lookups += batch.lookups[f].count;
-        const int64_t rows = std::min(lookups, table.rows);
+        const int64_t lookups = lookups_of(program, batch, t);
+        const auto rows = static_cast<size_t>(std::min(lookups, table.rows));
+        size.floats = std::max(size.floats, rows * static_cast<size_t>(table.dim));
+        if (batch.distinct) continue;
         size.lookups = std::max(size.lookups, static_cast<size_t>(lookups));
-        size.rows = std::max(size.rows, static_cast<size_t>(rows) + 1);      // one written past the end before it is counted
-        size.floats = std::max(size.floats, static_cast<size_t>(rows) * static_cast<size_t>(table.dim));
+        size.rows = std::max(size.rows, rows + 1);
+        size.features = std::max(size.features, program.table_features[t].size());
     }
     return size;
 }
 
-/// Gathers the distinct rows of a table as float32, then pools from the compact copy. Heads are clean again afterwards.
+/// The distinct rows of a table in a batch: as somebody has found them before, else found now.
+Distinct distinct_of(sl_program& program, const sl_batch& batch, size_t t, Workspace& workspace) {
+    if (batch.distinct && batch.distinct[t].rows) return batch.distinct[t];
+    Distinct distinct{workspace.slots.of<int32_t>(0), workspace.rows.of<int32_t>(0), workspace.paddings.of<int32_t>(0), 0};
+    find_distinct(program, batch, t, program.heads[t].of<int32_t>(program.tables[t].rows), distinct);
+    return distinct;
+}
+
+/// Gathers the distinct rows of a table as float32, then pools from the compact copy.
 void forward_deduplicated(sl_program& program, int32_t t, const void* weights, const sl_batch& batch, const sl_matrix* outputs,
                           bool large, Workspace& workspace) {
     const sl_table& table = program.tables[static_cast<size_t>(t)];
     const auto& features = program.table_features[static_cast<size_t>(t)];
-    UpdateArgs slots{};
-    slots.heads = program.heads[static_cast<size_t>(t)].of<int32_t>(table.rows);
-    slots.rows = workspace.rows.of<int32_t>(0);
-    int32_t* slot = workspace.slots.of<int32_t>(0);
+    const Distinct found = distinct_of(program, batch, static_cast<size_t>(t), workspace);
     float* gathered = workspace.gathered.of<float>(0);
-    int64_t num_rows = 0, first = 0;
-    for (int32_t f : features) {
-        num_rows = program.kernels->find_slots(slots, batch.lookups[f], num_rows, slot + first);
-        first += batch.lookups[f].count;
-    }
     Lookups distinct{};
-    distinct.ids = slots.rows;
-    distinct.num_bags = distinct.count = num_rows;
+    distinct.ids = found.rows;
+    distinct.num_bags = distinct.count = found.num_rows;
     distinct.length = 1;
     distinct.padding = -1;
     distinct.pooling = SL_NONE;
     ForwardArgs gather = arguments(table, weights, distinct, {gathered, table.dim}, false);
     gather.stream = 0;                     // read again at once
     program.kernels->weights[table.dtype].forward(gather);
-    first = 0;
-    for (int32_t f : features) {
-        Lookups lookups = batch.lookups[f];
-        lookups.ids = slot + first;
-        first += lookups.count;
-        if (lookups.padding >= 0) {
-            const int32_t head = slots.heads[lookups.padding];
-            lookups.padding = head ? head - 1 : INT32_MAX;      // INT32_MAX: no id of the batch
-        }
-        program.kernels->weights[SL_FLOAT32].forward(arguments(table, gathered, lookups, outputs[f], large));
+    const int32_t* slots = found.slots;
+    for (size_t i = 0; i < features.size(); ++i) {
+        Lookups lookups = batch.lookups[features[i]];
+        lookups.ids = slots;
+        slots += lookups.count;
+        if (lookups.padding >= 0) lookups.padding = found.paddings[i];
+        program.kernels->weights[SL_FLOAT32].forward(arguments(table, gathered, lookups, outputs[features[i]], large));
     }
-    for (int64_t i = 0; i < num_rows; ++i) slots.heads[slots.rows[i]] = 0;
 }
 
 }  // namespace
@@ -134,10 +131,11 @@ extern "C" sl_status sl_forward(sl_program* program, const void* const* tables, 
             for (Workspace& workspace : program->workspaces) {
                 workspace.slots.of<int32_t>(size.lookups);
                 workspace.rows.of<int32_t>(size.rows);
+                workspace.paddings.of<int32_t>(size.features);
                 workspace.gathered.of<float>(size.floats);
             }
             for (const ForwardTask& task : program->forward_tasks)
-                if (const auto t = static_cast<size_t>(task.table); task.feature < 0)
+                if (const auto t = static_cast<size_t>(task.table); task.feature < 0 && !batch->distinct)
                     program->heads[t].of<int32_t>(program->tables[t].rows);
         }
         const bool large = output_bytes(*program, *batch) >= kStreamBytes;

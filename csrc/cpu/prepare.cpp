@@ -163,7 +163,7 @@ extern "C" sl_status sl_prepare(sl_program* program, const sl_index_input* input
 
 extern "C" void sl_batch_destroy(sl_batch* batch) {
     if (!batch) return;
-    if (batch->run_block) pool_give(batch->run_block);
+    if (batch->arranged) pool_give(batch->arranged);
     pool_give(batch->block);
 }
 

@@ -80,6 +80,7 @@ extern "C" sl_status sl_program_create(const sl_table* tables, int64_t num_table
         for (int64_t f = 0; f < num_features; ++f)
             created->table_features[static_cast<size_t>(features[f].table)].push_back(static_cast<int32_t>(f));
         created->heads.resize(static_cast<size_t>(num_tables));
+        created->heads_ahead.resize(static_cast<size_t>(num_tables));
         created->sums.resize(static_cast<size_t>(num_tables));
         created->statuses.resize(static_cast<size_t>(num_features));
         created->faults.resize(static_cast<size_t>(num_features));
@@ -95,10 +96,11 @@ extern "C" void sl_program_destroy(sl_program* program) { delete program; }
 extern "C" int64_t sl_program_workspace_bytes(const sl_program* program) {
     size_t bytes = 0;
     for (const Zeros& heads : program->heads) bytes += heads.bytes();
+    for (const Zeros& heads : program->heads_ahead) bytes += heads.bytes();
     for (const Zeros& sums : program->sums) bytes += sums.bytes();
     bytes += program->ahead.entries.bytes();
     for (const Workspace& w : program->workspaces)
-        bytes += w.nodes.bytes() + w.rows.bytes() + w.scratch.bytes() + w.slots.bytes() + w.gathered.bytes() + w.packed.bytes() +
-                 w.firsts.bytes() + w.entries.bytes() + w.bags.bytes() + w.marks.size() * sizeof(uint64_t);
+        bytes += w.nodes.bytes() + w.rows.bytes() + w.scratch.bytes() + w.slots.bytes() + w.paddings.bytes() + w.gathered.bytes() +
+                 w.packed.bytes() + w.firsts.bytes() + w.entries.bytes() + w.bags.bytes() + w.marks.size() * sizeof(uint64_t);
     return static_cast<int64_t>(bytes);
 }

@@ -78,6 +78,14 @@ struct Runs {
     int64_t lookups;
 };
 
+/// The distinct rows of one table in a batch, for a forward that gathers each once. Null where nobody has found them.
+struct Distinct {
+    int32_t* slots;                                  // a lookup: the place of its row among `rows`
+    int32_t* rows;
+    int32_t* paddings;                               // a feature of the table: likewise of its padding; INT32_MAX where the batch has none
+    int64_t num_rows;
+};
+
 /// The lookups of a feature, the first of which has this position among those of its table. Its gradient is not set.
 inline Source source_of(const Lookups& lookups, int64_t first) {
     Source source{};
@@ -94,7 +102,7 @@ inline bool are_bags_enough(const Source* sources, int64_t num_sources) {
 
 /// What one worker needs for one table at a time.
 struct Workspace {
-    Buffer nodes, rows, scratch, slots, gathered, packed, firsts, entries, bags;
+    Buffer nodes, rows, scratch, slots, paddings, gathered, packed, firsts, entries, bags;
     std::vector<uint64_t> marks;      // all 0
     std::vector<Source> sources;      // of the table at hand, those packed pointing to `packed`
 };
@@ -128,6 +136,7 @@ struct sl_program {
     sparselift::Pool* pool = nullptr;
 
     std::vector<sparselift::Zeros> heads;             // a table
+    std::vector<sparselift::Zeros> heads_ahead;       // a table; of who prepares batches, beside a step that uses the others
     std::vector<sparselift::Zeros> sums;              // a table
     std::vector<sparselift::Workspace> workspaces;    // a worker
     sparselift::Workspace ahead;                      // of who prepares batches, beside them
@@ -150,6 +159,16 @@ struct sl_batch {
     int64_t bytes;
     int64_t num_features;
     sparselift::Lookups* lookups;
-    sparselift::Block* run_block;
-    sparselift::Runs* runs;                           // a table; null before sl_arrange
+    sparselift::Block* arranged;                      // holds what follows; null before sl_arrange
+    sparselift::Runs* runs;                           // a table
+    sparselift::Distinct* distinct;                   // a table
 };
+
+namespace sparselift {
+
+int64_t lookups_of(const sl_program& program, const sl_batch& batch, size_t table);
+
+/// Finds the distinct rows of a table, in the order in which they come. `heads` are all 0 before and after.
+void find_distinct(const sl_program& program, const sl_batch& batch, size_t table, int32_t* heads, Distinct& distinct);
+
+}  // namespace sparselift

@@ -218,10 +218,11 @@ void run(sl_program& program, const UpdateTask& task, const sl_rule& rule, void*
     kernels.apply_runs(args, rows);
 }
 
-/// Chains of one table for the gradient functions, on the calling thread.
+/// Room for the chains of one table for the gradient functions, which sort nothing, on the calling thread.
 UpdateArgs chain(sl_program& program, int64_t table, const sl_segment* segments, int64_t num_segments) {
     program.sources.clear();
-    const SourceRange range = gather_sources(program, table, segments, num_segments);
+    SourceRange range = gather_sources(program, table, segments, num_segments);
+    range.runs = nullptr;
     program.reserve_workers(1);
     reserve(program.workspace(0), program, table, range, SL_COALESCE_CHAIN);
     UpdateArgs args = arguments(program, table, range);

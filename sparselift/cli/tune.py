@@ -65,6 +65,8 @@ def summary(plan: Plan, out: Path, search: str, trials: int) -> str:
     if plan.config.path == "planned":
         lines += ["", "Use it in a training script:", "  import sparselift as sl",
                   f'  model, optimizer = sl.apply(sl.Plan.load("{out}"), model, optimizer)']
+        if plan.config.policy["prefetch_batches"]:
+            lines.append("  for batch in sl.prefetch_batches(batches, model, inputs): ...            # inputs: the workload's")
     else:
         lines += ["", "A native plan changes nothing: train as before. sparselift explain says how the best planned config did."]
     return "\n".join(lines)

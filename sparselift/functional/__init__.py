@@ -1,4 +1,4 @@
-"""torch.nn.functional's embedding functions and DLRM's interaction over the kernels, and what sparselift.nn's modules share with them."""
+"""torch.nn.functional's embedding functions, DLRM's interaction and regrouping over the kernels, and what sparselift.nn's modules share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from . import clipping as clipping  # registers what torch lacks for sparse grad
 from . import library as library  # registers the operators that compiled and exported graphs hold
 from .interaction import dot_interaction
 from .lookups import embedding, embedding_bag, last_path, look_up_bags, look_up_rows, look_up_tables
+from .regroup import RegroupSpec, regroup
 from .routes import Routes
 
-__all__ = ["dot_interaction", "embedding", "embedding_bag", "last_path"]
+__all__ = ["RegroupSpec", "dot_interaction", "embedding", "embedding_bag", "last_path", "regroup"]
 
 
 def _leave_to_eager() -> None:

@@ -230,7 +230,8 @@ cdef class Program:
     @property
     def workspace_bytes(self) -> int:
         """Memory that the program keeps between calls, apart from its batches."""
-        return sl_program_workspace_bytes(self.handle)
+        with self.busy, self.preparing:         # which both grow it; nobody takes one of them inside of the other
+            return sl_program_workspace_bytes(self.handle)
 
     # ------------------------------------------------------------------------------------------------ prepare
 

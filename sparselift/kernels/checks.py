@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -129,6 +130,18 @@ def check_tables(program: BagProgram, tables: Sequence[Any], rules: Sequence[Upd
     for position, (spec, tensor) in enumerate(zip(program.tables, tables)):
         if rules is None or rules[position] is not None:
             check_dense(f"weight of table {spec.name!r}", tensor, (spec.rows, spec.dim), torch_dtype(spec.dtype), device=device)
+
+
+def check_whole(what: str, value: object) -> None:
+    """Raises TypeError unless `value` is a whole number, not true or false."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{what} must be a whole number; got {value!r}")
+
+
+def check_instance(what: str, value: object, kind: type) -> None:
+    """Raises TypeError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} must be a {kind.__name__}; got {type(value).__name__}")
 
 
 def check_count(what: str, unit: str, got: int, wanted: int) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sparselift.errors import ExchangeError
 
-from .checks import INDEX_DTYPES, check_count, check_kind, check_lookup_count, check_rows
+from .checks import INDEX_DTYPES, check_count, check_instance, check_kind, check_lookup_count, check_rows, check_whole
+from .overlap import check_apart
 from .packed import ALIGNMENT, WIRE_DTYPES, PackedLayout, PackedPart
 from .regroup import RegroupSpec
 
@@ -51,7 +52,7 @@ class RowOwners:
     layout   "block": owner r has rows [r * n, (r + 1) * n) with n = ceil(R / W), as row-wise sharding has them. "modulo": row i is row
              i // W of owner i % W
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and TypeError for numbers that are not whole.
     """
 
     rows: int
@@ -59,6 +60,8 @@ class RowOwners:
     layout: str = "block"
 
     def __post_init__(self) -> None:
+        check_whole("the number of rows", self.rows)
+        check_whole("the number of owners", self.count)
         if not 0 <= self.rows < 2**63 or not 1 <= self.count <= MAX_OWNERS:
             raise ValueError(f"owners must be 1 to {MAX_OWNERS}, of 0 to 2**63 - 1 rows; got {self.count} of {self.rows}")
         if self.layout not in LAYOUTS:
@@ -94,7 +97,8 @@ class ExchangeKernels(ABC):
     """The operations on tensors of one device. Keeps nothing of its arguments; any thread may call it.
 
     Work on a CUDA device goes to the current stream of its backend, and nothing waits for it but where that is said.
-    Arguments raise ValueError, TypeError and DtypeError as `checks` does: wrong shapes, dtypes, devices, counts.
+    Arguments raise ValueError, TypeError and DtypeError as `checks` does: wrong shapes, dtypes, devices, counts. What is written must be
+    apart in memory from all else that a call is given (ValueError), and counts as written to: autograd notices.
     """
 
     name: str
@@ -106,6 +110,7 @@ class ExchangeKernels(ABC):
         Ids outside of [0, rows) are left out. K is at most 2^31 - 1; rows may be more than int32 holds.
         """
         ids = self._ids(ids)
+        check_whole("rows", rows)
         if not 0 <= rows < 2**63:
             raise ValueError(f"rows must be in 0..2**63 - 1; got {rows}")
         found = Distinct(self._empty(len(ids), torch.int64), self._empty(len(ids), torch.int32), self._empty((), torch.int64))
@@ -119,6 +124,7 @@ class ExchangeKernels(ABC):
         answer for: `lengths` then mean nothing, and nothing worse happens.
         """
         ids = self._ids(ids)
+        check_instance("owners", owners, RowOwners)
         check_kind("offsets", offsets, INDEX_DTYPES, device=self.device)
         if offsets.dim() != 1 or not len(offsets):
             raise ValueError(f"offsets must have one dimension, and one more entry than there are bags; got shape {tuple(offsets.shape)}")
@@ -138,6 +144,7 @@ class ExchangeKernels(ABC):
         self._check_buffer(out)
         if out.numel() < layout.nbytes:
             raise ValueError(f"the buffer must have at least {layout.nbytes} bytes; got {out.numel()}")
+        check_apart([("the buffer", out[:layout.nbytes])], _named("matrices", rows))
         self._pack(layout, rows, out)
         return out[:layout.nbytes]
 
@@ -156,6 +163,7 @@ class ExchangeKernels(ABC):
         self._check_buffer(buffer)
         if buffer.numel() < layout.nbytes:
             raise ExchangeError(f"a buffer of these parts has {layout.nbytes} bytes; got {buffer.numel()}")
+        check_apart(_named("outputs", outputs), [("the buffer", buffer[:layout.nbytes])])
         self._unpack(layout, buffer, [output.detach() for output in outputs])
 
     def synchronize(self) -> None:                              # noqa: B027 -- where nothing is left to wait for, nothing is done
@@ -163,20 +171,25 @@ class ExchangeKernels(ABC):
 
     def regroup(self, spec: RegroupSpec, sources: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Fill float32 `outputs` (B, width of the group), last strides 1, with columns of `sources` (B, width of the source)."""
+        check_instance("spec", spec, RegroupSpec)
         batch = _batch_of((*sources, *outputs))
         self._check_groups("sources", spec.source_widths, sources, batch)
         self._check_groups("outputs", spec.group_widths, outputs, batch, written=True)
-        self._regroup(spec, False, batch, [_with_unit_columns(source.detach()) for source in sources], [out.detach() for out in outputs])
+        given = [_with_unit_columns(source.detach()) for source in sources]
+        check_apart(_named("outputs", outputs), _named("sources", given))
+        self._regroup(spec, False, batch, given, [out.detach() for out in outputs])
 
     def regroup_backward(self, spec: RegroupSpec, grads: Sequence[Tensor | None], source_grads: Sequence[Tensor | None]) -> None:
         """Fill the gradients of the sources from those of the outputs: of every feature the sum over its uses, by group and position, with
         one float32 rounding an addition; zeros for one without a use. None among `grads`: zeros, not added; among `source_grads`: not
         wanted."""
+        check_instance("spec", spec, RegroupSpec)
         batch = _batch_of((*grads, *source_grads))
         self._check_groups("grads", spec.group_widths, grads, batch, optional=True)
         self._check_groups("source_grads", spec.source_widths, source_grads, batch, written=True, optional=True)
-        self._regroup(spec, True, batch, [None if grad is None else _with_unit_columns(grad.detach()) for grad in grads],
-                      [None if grad is None else grad.detach() for grad in source_grads])
+        given = [None if grad is None else _with_unit_columns(grad.detach()) for grad in grads]
+        check_apart(_named("source_grads", source_grads), _named("grads", given))
+        self._regroup(spec, True, batch, given, [None if grad is None else grad.detach() for grad in source_grads])
 
     # ------------------------------------------------------------------------------------------------ what a backend writes
 
@@ -209,6 +222,7 @@ class ExchangeKernels(ABC):
         return ids.contiguous()
 
     def _check_matrices(self, what: str, layout: PackedLayout, matrices: Sequence[Tensor]) -> None:
+        check_instance("layout", layout, PackedLayout)
         check_count(what, "part", len(matrices), len(layout.parts))
         for place, (part, matrix) in enumerate(zip(layout.parts, matrices)):
             check_rows(f"{what}[{place}]", matrix, (part.rows, part.dim), device=self.device)
@@ -237,6 +251,10 @@ class ExchangeKernels(ABC):
 def _batch_of(matrices: Sequence[Tensor | None]) -> int:
     """B of the first that is there."""
     return next((matrix.shape[0] for matrix in matrices if isinstance(matrix, Tensor) and matrix.dim()), 0)
+
+
+def _named(what: str, matrices: Sequence[Tensor | None]) -> list[tuple[str, Tensor | None]]:
+    return [(f"{what}[{place}]", matrix) for place, matrix in enumerate(matrices)]
 
 
 def _with_unit_columns(matrix: Tensor) -> Tensor:

@@ -43,10 +43,12 @@ class CompiledExchange(ExchangeKernels):
     def _pack(self, layout: PackedLayout, matrices: Sequence[Tensor], out: Tensor) -> None:
         parts = _parts(layout, matrices)
         self._call("pack", (len(matrices),), _address(parts), len(matrices), out.data_ptr(), out.numel())
+        _count_write([out])
 
     def _unpack(self, layout: PackedLayout, buffer: Tensor, outputs: Sequence[Tensor]) -> None:
         parts = _parts(layout, outputs)
         self._call("unpack", (len(outputs),), _address(parts), len(outputs), buffer.data_ptr(), buffer.numel())
+        _count_write(outputs)
 
     def _regroup(self, spec: RegroupSpec, backward: bool, batch: int, given: Sequence[Tensor | None],
                  results: Sequence[Tensor | None]) -> None:
@@ -55,6 +57,7 @@ class CompiledExchange(ExchangeKernels):
         num_ranges, num_terms = len(ranges) // 5, len(terms) // 2
         self._call("regroup", (num_ranges, num_terms), _address(ranges), num_ranges, _address(terms), num_terms, _address(sources),
                    _address(targets), batch)
+        _count_write(results)
 
 
 class CpuExchange(CompiledExchange):
@@ -141,6 +144,7 @@ class CudaExchange(CompiledExchange):
         self._raise_fault()
         parts = _parts(layout, outputs)
         self._call("unpack", (len(outputs),), _address(parts), len(outputs), buffer.data_ptr(), buffer.numel(), self._fault)
+        _count_write(outputs)
         self._raise_fault()
 
     def synchronize(self) -> None:
@@ -153,6 +157,11 @@ class CudaExchange(CompiledExchange):
             text = self._fault.take(self.backend.current_stream())
         if text is not None:
             raise ExchangeError(text)
+
+
+def _count_write(tensors: Sequence[Tensor | None]) -> None:
+    """Let torch know of writes that it has not seen. Inference tensors count none."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None and not tensor.is_inference()])
 
 
 def _ids(ids: Tensor, rows: int) -> tuple[int, int, bool, int]:

@@ -72,17 +72,22 @@ class ReferenceExchange(ExchangeKernels):
 
     def _regroup(self, spec: RegroupSpec, backward: bool, batch: int, given: Sequence[Tensor | None],
                  results: Sequence[Tensor | None]) -> None:
-        for part in spec.backward_ranges() if backward else spec.forward_ranges():
-            result = results[part.matrix]
-            if result is None:
-                continue
-            total = None
-            for matrix, column in part.terms:
-                term = given[matrix]
-                if term is not None:
-                    columns = term[:, column:column + part.width]
-                    total = columns if total is None else total + columns
-            result[:, part.column:part.column + part.width] = 0.0 if total is None else total
+        regroup_in_torch(spec, backward, given, results)
+
+
+def regroup_in_torch(spec: RegroupSpec, backward: bool, given: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
+    """Fill `results`, of any dtype, as ExchangeKernels.regroup and regroup_backward do."""
+    for part in spec.backward_ranges() if backward else spec.forward_ranges():
+        result = results[part.matrix]
+        if result is None:
+            continue
+        total = None
+        for matrix, column in part.terms:
+            term = given[matrix]
+            if term is not None:
+                columns = term[:, column:column + part.width]
+                total = columns if total is None else total + columns
+        result[:, part.column:part.column + part.width] = 0.0 if total is None else total
 
 
 def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from sparselift.errors import ExchangeError
 
-from .checks import check_kind
+from .checks import CPU, check_instance, check_kind, check_whole
 
 WIRE_DTYPES = ("float32", "float16", "bfloat16", "int8")
 ALIGNMENT = 16                             # of a buffer, and of every part in it
@@ -37,6 +38,8 @@ class PackedPart:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        check_whole("a packed matrix's number of rows", self.rows)
+        check_whole("a packed matrix's number of columns", self.dim)
         if self.dtype not in WIRE_DTYPES:
             raise ValueError(f"a packed dtype must be one of {', '.join(WIRE_DTYPES)}; got {self.dtype!r}")
         if self.rows < 0 or not 0 <= self.dim < 2**31:
@@ -60,7 +63,7 @@ class PackedLayout:
     Both sides of an exchange know it, from the sizes that they exchanged before; the header is what a receiver holds a buffer against, so
     that a buffer that is late, cut off or somebody else's is an error and not rows.
 
-    Raises ValueError where the buffer would pass 2^48 bytes.
+    Raises ValueError where the buffer would pass 2^48 bytes, and TypeError for anything but a sequence of PackedParts.
     """
 
     parts: tuple[PackedPart, ...]
@@ -68,6 +71,10 @@ class PackedLayout:
     nbytes: int = field(init=False, repr=False, compare=False)                   # of the whole buffer; a multiple of 16
 
     def __post_init__(self) -> None:
+        check_instance("parts", self.parts, Sequence)
+        object.__setattr__(self, "parts", tuple(self.parts))
+        for place, part in enumerate(self.parts):
+            check_instance(f"parts[{place}]", part, PackedPart)
         offsets, end = [], _PROLOGUE.size + _ENTRY.size * len(self.parts)
         for part in self.parts:
             offsets.append(end)
@@ -91,8 +98,13 @@ class PackedLayout:
         Raises
         ------
         ExchangeError   it is no packed buffer, or not a whole one; says what is wrong
+        TypeError       it is no tensor of bytes; ValueError: it has more than one dimension
         """
-        check_kind("the buffer", buffer, (torch.uint8,), device=buffer.device)
+        check_kind("the buffer", buffer, (torch.uint8,), device=buffer.device if isinstance(buffer, Tensor) else CPU)
+        if buffer.is_meta:
+            raise TypeError("the buffer must have values; got a meta tensor")
+        if buffer.dim() != 1:
+            raise ValueError(f"the buffer must have one dimension; got shape {tuple(buffer.shape)}")
         size = buffer.numel()
         if size < _PROLOGUE.size:
             raise ExchangeError(f"a packed buffer has at least {_PROLOGUE.size} bytes; got {size}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .checks import check_whole
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnRange:
@@ -30,13 +32,16 @@ class RegroupSpec:
     sources   the widths of the features in each source matrix, in order. Features are numbered through all of them
     groups    the features of each result, in order. A feature may be in several, or in none
 
-    Raises ValueError for a negative width, or a feature that is none.
+    Other sequences are kept as tuples. Raises ValueError for a negative width, or a feature that is none, and TypeError for numbers that
+    are not whole.
     """
 
     sources: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        for name, what in (("sources", "a feature's width"), ("groups", "a group's feature")):
+            object.__setattr__(self, name, _nested(name, what, getattr(self, name)))
         count = sum(map(len, self.sources))
         for widths in self.sources:
             if min(widths, default=0) < 0:
@@ -102,6 +107,17 @@ class RegroupSpec:
     def backward_ranges(self) -> list[ColumnRange]:
         """What makes the sources' gradients from the groups'."""
         return _joined([ColumnRange(*place, width, tuple(uses)) for place, width, uses in zip(self.places(), self.widths, self.uses())])
+
+
+def _nested(name: str, what: str, given: object) -> tuple[tuple[int, ...], ...]:
+    """Sequences of sequences of whole numbers, as tuples."""
+    for each in (given, *given) if isinstance(given, Sequence) else (given,):
+        if not isinstance(each, Sequence) or isinstance(each, str):
+            raise TypeError(f"{name} must be a sequence of sequences of whole numbers; got {each!r}")
+    assert isinstance(given, Sequence)
+    for number in (number for inner in given for number in inner):
+        check_whole(what, number)
+    return tuple(tuple(int(number) for number in inner) for inner in given)
 
 
 def _joined(ranges: Sequence[ColumnRange]) -> list[ColumnRange]:

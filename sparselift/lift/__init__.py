@@ -16,7 +16,7 @@ from sparselift.lift.modules import EmbeddingModule, Survey, drop_sharers, is_em
 from sparselift.lift.nodes import build_nodes
 from sparselift.lift.record import Key, Recording, record
 from sparselift.lift.sketches import sketch_lookups
-from sparselift.lift.structure import find_concats, find_features, find_interactions, find_unfit
+from sparselift.lift.structure import find_concats, find_features, find_in_batch, find_interactions, find_unfit
 from sparselift.lift.timing import measure
 from sparselift.preserve import eager, preserve
 from sparselift.workload import Workload, check_workload
@@ -69,7 +69,8 @@ def lift(work: Workload, batches: int = 8) -> Graph:
         tables=tuple(table for table in found.tables.values() if table.name in weights), features=tuple(features.values()), concats=concats,
         optimizers=tuple(type(optimizer).__name__ for optimizer in work.optimizers),
         uses=None if work.uses is None else tuple(sorted(work.uses)), interactions=find_interactions(recording, features, concats),
-        linears=linears, dense_modules=dense_modules)
+        linears=linears, dense_modules=dense_modules,
+        in_batch=find_in_batch(recording, features, [work.arguments(batch) for batch in taken]))
     sketches = sketch_lookups(recording, features, {table.name: table.rows for table in structure.tables}, batches)
     return Graph(
         workload=work.name, structure=structure, nodes=build_nodes(structure, sketches, cost, work.optimizers, weights), sketches=sketches,

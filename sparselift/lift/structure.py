@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,17 @@ def find_features(recording: Recording, modules: Mapping[str, EmbeddingModule], 
 
 def _always_holds(path: InputPath, recording: Recording, key: Key, what: str) -> bool:
     return all(holds(path, scope.args or (), scope.kwargs, getattr(lookup, what)) for scope, lookup in recording.seen(key))
+
+
+def find_in_batch(recording: Recording, features: Mapping[Key, Feature],
+                  arguments: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> tuple[str, ...]:
+    """Features whose tensors are found at their paths in what the workload says that a forward gets, (args, kwargs) a batch, too."""
+    def is_given(key: Key, what: str, path: InputPath) -> bool:
+        return all(holds(path, *arguments[scope.step], getattr(lookup, what)) for scope, lookup in recording.seen(key))
+
+    return tuple(feature.name for key, feature in features.items() if feature.from_inputs and all(
+        is_given(key, what, path) for what, path in (("ids", feature.indices), ("offsets", feature.offsets), ("weights", feature.weights))
+        if path is not None))
 
 
 def _why(feature: Feature) -> str:

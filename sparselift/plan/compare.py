@@ -154,8 +154,9 @@ def _structure_differences(saved: Structure, current: Structure) -> Iterator[Dif
     for kind in ("linears", "dense_modules"):                      # what is not there any more runs natively
         if getattr(saved, kind) != getattr(current, kind):
             yield Difference(kind, getattr(saved, kind), getattr(current, kind), "re-check")
-    if saved.uses != current.uses:
-        yield Difference("uses", saved.uses, current.uses, "re-check")
+    for name in ("uses", "in_batch"):
+        if getattr(saved, name) != getattr(current, name):
+            yield Difference(name, getattr(saved, name), getattr(current, name), "re-check")
 
 
 def _entity_differences(where: str, saved: Any, current: Any) -> Iterator[Difference]:

@@ -200,6 +200,8 @@ def _check_structure(structure: Structure) -> None:
         raise ValueError(f"structure.uses may hold {sorted(USES)}; got {unknown}")
     for table in structure.tables:
         _check_table(table, len(structure.optimizers))
+    if unknown := sorted(set(structure.in_batch) - features):
+        raise ValueError(f"structure.in_batch names {unknown}, which are no features")
     for feature in structure.features:
         if feature.table not in tables:
             raise ValueError(f"structure.features: {feature.name} looks into {feature.table!r}, which is no table")

@@ -112,6 +112,8 @@ def _made_for(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.hardware:
         yield "machine", _scalars({name: plan.hardware[name] for name in _MACHINE if name in plan.hardware})
     if plan.config.path == "planned":
+        if ahead := plan.config.policy["prefetch_batches"]:
+            yield "trains with", f"sl.prefetch_batches(batches, model, inputs), {ahead} ahead; another loop gains less than was measured"
         yield "certificate", _scalars(plan.certificate) if plan.certificate else "none yet: sparselift verify --out saves one"
 
 

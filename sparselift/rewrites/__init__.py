@@ -15,13 +15,14 @@ from sparselift.rewrites.kernel_shape import ShapeKernels
 from sparselift.rewrites.linear import LinearLibrary
 from sparselift.rewrites.partition import Partition
 from sparselift.rewrites.prefetch import Prefetch
+from sparselift.rewrites.prefetch_batches import PrefetchBatches
 from sparselift.rewrites.stores import Stores
 
 __all__ = ["CATALOG", "EQUIVALENCES", "Knob", "Rewrite", "Site", "SizeClass", "Value", "catalog_table", "same", "weakest"]
 
 # In the order in which their transforms are applied: what changes one table's nodes first, then what joins them into calls.
 CATALOG: tuple[Rewrite, ...] = (FuseUpdate(), Dedup(), Prefetch(), Partition(), Stores(), HugePages(), ShapeBags(), GroupTables(),
-                               FuseConcat(), FuseInteraction(), ShapeKernels(), LinearLibrary(), CompileDense())
+                               FuseConcat(), FuseInteraction(), ShapeKernels(), LinearLibrary(), CompileDense(), PrefetchBatches())
 
 
 def catalog_table() -> str:

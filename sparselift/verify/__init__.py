@@ -123,4 +123,4 @@ def _numbers(schedule: Schedule) -> dict[str, Any]:
     hints = {"prefetch": 0, "huge_pages": False, "stores": ""}
     tables = {name: {**asdict(knobs), **hints} for name, knobs in (schedule.tables or {}).items()}
     return {"path": schedule.path, "groups": [asdict(group) for group in schedule.groups], "tables": tables, "linear": schedule.linear,
-            "compile": schedule.compile, "shape": asdict(schedule.shape)}
+            "compile": schedule.compile, "shape": asdict(schedule.shape), "ahead": schedule.prefetch_batches > 0}

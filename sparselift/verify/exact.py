@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparselift.apply import Applied
+from sparselift.batches import IndexAhead
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Structure
 from sparselift.kernels.base import KernelBackend
@@ -30,6 +31,10 @@ class _Side:
     name: str
     model: Twin
     optimizers: list[torch.optim.Optimizer]
+    ahead: IndexAhead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ahead = IndexAhead(self.model, tuple)
 
     @classmethod
     def build(cls, name: str, structure: Structure, weights: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> _Side:
@@ -42,6 +47,12 @@ class _Side:
     def load(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
             self.model.table_weights[name].copy_(weight)
+
+    def forward(self, arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+        """The model's, after the index work where the schedule wants that done ahead."""
+        if self.ahead.depth:
+            self.ahead.prepare(arguments)
+        return self.model(*arguments)
 
     def state(self, table: str, rules: Mapping[str, Rule]) -> tuple[Tensor, ...]:
         """What the optimizer keeps of a table: Adagrad's sums, Adam's moments."""
@@ -132,7 +143,7 @@ def _forward_and_backward(native: _Side, planned: _Side, oracle: Oracle, drawn: 
     outputs, factors = {}, {}
     for side in (native, planned):
         arguments, factors[side.name] = _arguments(drawn, True)
-        outputs[side.name] = side.model(*arguments)
+        outputs[side.name] = side.forward(arguments)
     expected = _joined(structure, oracle.lookup(drawn), drawn)
     arriving = _joined(structure, drawn.grads, drawn, zero_foreign=True)
     for name, want in outputs["native"].items():

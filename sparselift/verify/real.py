@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparselift.apply import Applied
+from sparselift.batches import IndexAhead
 from sparselift.errors import EquivalenceError
 from sparselift.ir import Feature, Structure, Table
 from sparselift.kernels.base import KernelBackend, UpdateRule, state_shapes
@@ -107,6 +108,9 @@ def _run(structure: Structure, work: Workload, batch: Any,
             applied.attach(model, optimizers)
         try:
             with _Recorder(structure, model) as recorder:
+                ahead = IndexAhead(model, work.inputs)
+                if ahead.depth:
+                    ahead.prepare(batch)
                 loss = work.train(model, work.optimizer, batch)
             after = {name: weight.detach()[rows[name]] for name, weight in weights.items()}
             dense = {name: p.detach().clone() for name, p in model.named_parameters() if name not in rows}

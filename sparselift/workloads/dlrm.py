@@ -65,13 +65,19 @@ def dlrm(data: str | os.PathLike[str] | None = None, *, shape: str = "criteo_kag
     model = DLRM(rows, dim, bottom, top, sparse=sparse, mode=mode, num_dense=batches[0].dense.shape[1], dtype=torch_dtype(dtype),
                  generator=torch.Generator().manual_seed(seed))
     rate = DEFAULT_LR[optimizer] if lr is None else lr
-    return Workload("dlrm", model, OPTIMIZERS[optimizer](model, rate), click_loss, batches, uses=frozenset())
+    return Workload("dlrm", model, OPTIMIZERS[optimizer](model, rate), click_loss, batches, uses=frozenset(),
+                    inputs=click_inputs)
 
 
 def click_loss(model: nn.Module, batch: Batch) -> Tensor:
     """0-d binary cross-entropy of a batch's clicks."""
-    logits = model(batch.dense, batch.offsets, batch.indices)
+    logits = model(*click_inputs(batch))
     return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+
+
+def click_inputs(batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What DLRM's forward gets of a batch."""
+    return batch.dense, batch.offsets, batch.indices
 
 
 def _read(data: str | os.PathLike[str], batch_size: int, num_batches: int, min_count: int,

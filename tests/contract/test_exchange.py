@@ -380,6 +380,53 @@ class TestArguments:
             with pytest.raises(error, match=message):
                 call()
 
+    def test_specs_of_another_kind_are_named(self, exchange: ExchangeKernels) -> None:
+        ids, rows = on(exchange, torch.tensor([1])), on(exchange, torch.zeros(2, 4))
+        for message, call in (
+            ("rows must be a whole number; got 2.5", lambda: exchange.dedup(ids, 2.5)),
+            ("owners must be a RowOwners; got int", lambda: exchange.bucketize(ids, ids, 3)),
+            ("layout must be a PackedLayout; got list", lambda: exchange.pack([PackedPart(2, 4)], [rows])),
+            ("spec must be a RegroupSpec; got tuple", lambda: exchange.regroup((((4,),), ((0,),)), [rows], [rows])),
+            ("spec must be a RegroupSpec; got tuple", lambda: exchange.regroup_backward((((4,),), ((0,),)), [rows], [rows]))):
+            with pytest.raises(TypeError, match=message):
+                call()
+
+    def test_what_is_written_lies_apart(self, exchange: ExchangeKernels) -> None:
+        """Columns of one buffer do; anything else that shares a byte with what is written is named."""
+        layout, spec = PackedLayout((PackedPart(4, 4), PackedPart(4, 3))), RegroupSpec(((4,), (3,)), ((1,), (0,)))
+        room = on(exchange, torch.arange(64.0)).view(4, 16)
+        columns = [room[:, begin:begin + width] for begin, width in ((0, 4), (4, 3), (7, 3), (10, 4))]
+        before = room.clone()
+        exchange.regroup(spec, columns[:2], columns[2:])
+        assert torch.equal(torch.cat([columns[2], columns[3]], 1), before[:, [4, 5, 6, 0, 1, 2, 3]])
+        exchange.regroup_backward(spec, columns[2:], columns[:2])
+        assert torch.equal(room[:, :7], before[:, :7])
+        rows = on(exchange, torch.zeros(208, dtype=torch.uint8))
+        inside = rows[96:160].view(torch.float32).view(4, 4)
+        for message, call in (
+            (r"sources\[1\] has .*, and outputs\[0\]",
+             lambda: exchange.regroup(spec, columns[:2], [room[:, 6:9], columns[3]])),
+            (r"outputs\[1\] has .*, and outputs\[0\]", lambda: exchange.regroup(spec, columns[:2], [columns[3][:, 1:], columns[3]])),
+            (r"grads\[1\] has .*, and source_grads\[0\]|source_grads\[0\] has .*, and grads\[1\]",
+             lambda: exchange.regroup_backward(spec, columns[2:], [columns[3], None])),
+            (r"rows of outputs\[0\] must be apart in memory; got rows of 16 bytes, 0 bytes apart",
+             lambda: exchange.unpack(layout, rows, [room[:1, :4].expand(4, 4), columns[1]])),
+            (r"the buffer has .*, and outputs\[0\]", lambda: exchange.unpack(layout, rows, [inside, columns[1]])),
+            (r"the buffer has .*, and matrices\[0\]", lambda: exchange.pack(layout, [inside, columns[1]], rows))):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+    def test_writes_are_counted(self, exchange: ExchangeKernels) -> None:
+        """So that autograd notices a tensor that it has saved before."""
+        layout, spec = PackedLayout((PackedPart(2, 4),)), RegroupSpec(((4,),), ((0,),))
+        matrix, out, buffer = (on(exchange, torch.ones(2, 4)) for _ in range(3))
+        buffer = exchange.pack(layout, [matrix])
+        for write in (lambda: exchange.pack(layout, [matrix], buffer), lambda: exchange.unpack(layout, buffer, [out]),
+                      lambda: exchange.regroup(spec, [matrix], [out]), lambda: exchange.regroup_backward(spec, [matrix], [out])):
+            counts = out._version + buffer._version, matrix._version
+            write()
+            assert out._version + buffer._version > counts[0] and matrix._version == counts[1]
+
     def test_it_can_be_pickled(self, exchange: ExchangeKernels) -> None:
         again = pickle.loads(pickle.dumps(exchange))
         assert again.dedup(on(exchange, torch.tensor([2, 2, 1])), 3).trimmed().tolist() == [1, 2]
@@ -441,6 +488,31 @@ def test_sizes_pass_32_bits() -> None:
 def test_specs_are_checked(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()                                                                   # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: PackedPart(2.0, 3), "number of rows must be a whole number; got 2.0"),
+    (lambda: PackedPart(2, True), "number of columns must be a whole number; got True"),
+    (lambda: PackedLayout([(2, 3)]), r"parts\[0\] must be a PackedPart; got tuple"),
+    (lambda: PackedLayout(PackedPart(2, 3)), "parts must be a Sequence; got PackedPart"),
+    (lambda: RowOwners(3.5, 2), "number of rows must be a whole number; got 3.5"),
+    (lambda: RowOwners(3, 2.0), "number of owners must be a whole number; got 2.0"),
+    (lambda: RegroupSpec(((1, 2.5),), ()), "a feature's width must be a whole number; got 2.5"),
+    (lambda: RegroupSpec(((1,),), (("0",),)), "a group's feature must be a whole number; got '0'"),
+    (lambda: RegroupSpec((1,), ()), "sources must be a sequence of sequences of whole numbers; got 1"),
+    (lambda: RegroupSpec(((1,),), 0), "groups must be a sequence of sequences of whole numbers; got 0"),
+    (lambda: PackedLayout.read(b"KPLS"), "the buffer must be a tensor; got bytes"),
+    (lambda: PackedLayout.read(torch.zeros(64, dtype=torch.uint8, device="meta")), "must have values; got a meta tensor")])
+def test_specs_of_other_things_are_refused(make: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()                                                                   # type: ignore[operator]
+
+
+def test_sequences_are_kept_as_tuples() -> None:
+    assert RegroupSpec([[2, 3], [4]], [[2, 0], [1]]) == RegroupSpec(((2, 3), (4,)), ((2, 0), (1,)))
+    assert hash(PackedLayout([PackedPart(1, 2)])) == hash(PackedLayout((PackedPart(1, 2),)))
+    with pytest.raises(ValueError, match=r"the buffer must have one dimension; got shape \(2, 48\)"):
+        PackedLayout.read(torch.zeros(2, 48, dtype=torch.uint8))
 
 
 def test_features_have_names() -> None:

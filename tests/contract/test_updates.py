@@ -160,13 +160,13 @@ class TestUpdates:
             assert np.array_equal(grads.numpy(), want)
 
     def test_a_batch_that_was_prepared_ahead_gives_the_same_bits(self, backend, case):
-        """Forward, updates of one segment, of two, and with a feature that got no gradient."""
-        for coalesce in COALESCE_METHODS:
+        """Forward, gradients, updates of one segment, of two, and with a feature that got no gradient."""
+        for number, coalesce in enumerate(COALESCE_METHODS):
             if is_refused(case, backend, coalesce):
                 continue
             results = []
             for ahead in (False, True):
-                program = with_knobs(case, coalesce=coalesce).compile(backend)
+                program = with_knobs(case, coalesce=coalesce, dedup=number % 2 == 1).compile(backend)
                 call = case.indices, case.offsets, case.sample_weights
                 batch, other = (program.prepare_ahead if ahead else program.prepare)(*call), program.prepare(*call)
                 outputs = case.outputs(batch)
@@ -174,10 +174,11 @@ class TestUpdates:
                 program.forward(case.weights, other, case.outputs(other))
                 grads = random_grads(case, batch, 5)
                 weights = [weight.clone() for weight in case.weights]
+                gradients = [part for table in range(len(weights)) for part in program.coalesced_grad(table, [Segment(batch, grads)])]
                 for segments in ([Segment(batch, grads, [0.5] * len(weights))], [Segment(batch, grads), Segment(other, grads)],
                                  [Segment(batch, [None, *grads[1:]])]):
                     program.update(weights, [None] * len(weights), [SGD] * len(weights), segments)
-                results.append([*outputs, *weights])
+                results.append([*outputs, *gradients, *weights])
             assert all(map(torch.equal, *results))
 
     @pytest.mark.parametrize("threads", [1, 3])

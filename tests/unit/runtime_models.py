@@ -74,13 +74,13 @@ def bags_structure(model: Bags, optimizers: Sequence[torch.optim.Optimizer], wei
 
 
 def schedule(structure: Structure, *, concat: bool = True, prelude: bool = True, update: str = "fused",
-             coalesce: str = "chain") -> Schedule:
-    """One group of everything, or each lookup by itself."""
+             coalesce: str = "chain", dedup: bool = False, ahead: int = 0) -> Schedule:
+    """One group of everything, or each lookup by itself; `ahead`: batches whose index work is done before their step."""
     names = tuple(f.name for f in structure.features)
     groups = (GroupSchedule(names, True, structure.concats[0].name if concat else None),) if prelude \
         else tuple(GroupSchedule((name,), False) for name in names)
-    knobs = TableSchedule(update, coalesce, 8, "bag", False, False, "cached")
-    return Schedule("planned", groups, {t.name: knobs for t in structure.tables})
+    knobs = TableSchedule(update, coalesce, 8, "bag", dedup, False, "cached")
+    return Schedule("planned", groups, {t.name: knobs for t in structure.tables}, prefetch_batches=ahead)
 
 
 def pair(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -36,7 +36,7 @@ def small_workload():
     rng = torch.Generator().manual_seed(1)
     batches = [([torch.randint(rows, (3 * BATCH,), generator=rng) for rows in ROWS], [torch.arange(0, 3 * BATCH, 3)] * len(ROWS))
                for _ in range(4)]
-    return Workload("small", model, torch.optim.SGD(model.parameters(), lr=0.1), step, batches, uses=frozenset())
+    return Workload("small", model, torch.optim.SGD(model.parameters(), lr=0.1), step, batches, uses=frozenset(), inputs=tuple)
 
 
 def comparison(ratio, incumbent_s=0.010, spread=0.001, pruned=False):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,11 +29,11 @@ def batches(count: int = COUNT, bags: int = 6) -> list[Any]:
     return [batch(seed, bags) for seed in range(count)]
 
 
-def planned(optimizer: str = "sgd", backend: str = "cpu", **plan: Any) -> tuple[Bags, torch.optim.Optimizer]:
+def planned(optimizer: str = "sgd", backend: str = "cpu", ahead: int = 1, **plan: Any) -> tuple[Bags, torch.optim.Optimizer]:
     model = Bags()
     made = OPTIMIZERS[optimizer](model.parameters())
     structure = bags_structure(model, [made])
-    attach(structure, schedule(structure, **plan), model, [made], backend)
+    attach(structure, schedule(structure, ahead=ahead, **plan), model, [made], backend)
     return model, made
 
 
@@ -59,8 +62,7 @@ def settled(loader: Any) -> Iterator[Any]:
     for given in running:
         yield given
         for item in running._items:
-            for _, job in item.jobs:
-                job.exception()
+            running._ahead.finish(item.jobs)
 
 
 def threads() -> list[str]:
@@ -89,8 +91,9 @@ def test_bits_are_those_of_the_loader_alone(optimizer: str, coalesce: str, depth
     assert "nothing fell back" in sl.explain(ahead[0])
 
 
-def test_batches_are_prepared_before_their_step() -> None:
-    model, optimizer = planned("adagrad", coalesce="sort")
+@pytest.mark.parametrize("dedup", [False, True])
+def test_batches_are_prepared_before_their_step(dedup: bool) -> None:
+    model, optimizer = planned("adagrad", coalesce="sort", dedup=dedup)
     group, seen = group_of(model), []
     for given in settled(sl.prefetch_batches(batches(), model, same)):
         seen.append(group.ahead is not None)
@@ -98,6 +101,21 @@ def test_batches_are_prepared_before_their_step() -> None:
         assert group.ahead is None
     assert seen == [False] + [True] * (COUNT - 1) and group.calls_ahead == COUNT - 1
     assert f"{COUNT - 1} of them with index work done ahead" in sl.explain(model)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_the_plan_says_how_far(ahead: int) -> None:
+    model, optimizer = planned(ahead=ahead)
+    passing = iter(sl.prefetch_batches(batches(), model, same))
+    train(model, optimizer, [next(passing)])
+    assert len(passing._items) == ahead
+    train(model, optimizer, passing)
+    advice = f"the plan has the index work of {ahead} batches done ahead, and no step found any: train in a loop over sl.prefetch_batches"
+    alone, optimizer = planned(ahead=ahead)
+    train(alone, optimizer, batches())
+    assert (advice in sl.explain(alone)) == bool(ahead)
+    train(alone, optimizer, settled(sl.prefetch_batches(batches(), alone, same)))
+    assert advice not in sl.explain(alone) and group_of(alone).calls_ahead == (COUNT - 1) * bool(ahead)
 
 
 @pytest.mark.parametrize("threads_of_torch", [1, 3])
@@ -224,7 +242,7 @@ def test_plans_may_come_and_go_during_a_pass() -> None:
     structure = bags_structure(model, [optimizers[1]])
     for number, given in enumerate(settled(sl.prefetch_batches(batches(), model, same))):
         if number == 1:
-            attach(structure, schedule(structure, coalesce="none"), model, [optimizers[1]], "cpu")
+            attach(structure, schedule(structure, coalesce="none", ahead=2), model, [optimizers[1]], "cpu")
         if number == 3:
             sl.unapply(model, optimizers[1])
         train(model, optimizers[1], [given])
@@ -261,9 +279,55 @@ def test_passes_lengths_and_single_arguments() -> None:
         assert [float(given[0].sum()) for given in loader] == [float(given[0].sum()) for given in batches()]
 
 
+def test_a_forked_child_goes_on_with_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is forked while the thread has begun with one batch, inside of a program's lock, and has another to come."""
+    model, _ = planned(ahead=2)
+    group = group_of(model)
+    given = batches()
+    with torch.no_grad():
+        want = [model(*each) for each in given]
+    inner, begun = group.prepare_ahead, threading.Event()
+
+    class Slow(list[Tensor]):
+        read = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            self.read += 1
+            if self.read == 2:                        # the first time is before the lock
+                begun.set()
+                time.sleep(0.2)
+            return super().__iter__()
+
+    monkeypatch.setattr(group, "prepare_ahead", lambda program, ids, *others: inner(program, Slow(ids), *others))
+    passing = iter(sl.prefetch_batches(given, model, same))
+    first = next(passing)
+    assert begun.wait(10)
+    child = os.fork()
+    if child == 0:
+        monkeypatch.undo()
+        with torch.no_grad():
+            found = [model(*first), *(model(*each) for each in settled(passing))]
+        os._exit(0 if all(map(torch.equal, found, want)) and group.calls_ahead else 1)
+    assert ended(child) == 0
+    with torch.no_grad():
+        assert all(map(torch.equal, [model(*first), *(model(*each) for each in passing)], want))
+
+
+def ended(child: int) -> int | None:
+    """The exit status of a child; None for one that hung."""
+    deadline = time.monotonic() + 30
+    while (found := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if found[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return None
+    return os.waitstatus_to_exitcode(found[1])
+
+
 @pytest.mark.parametrize("depth", [-1, True, 1.5])
 def test_depths_that_are_none(depth: Any) -> None:
-    with pytest.raises(ValueError, match="depth must be a number of batches, 0 or more; got"):
+    with pytest.raises(ValueError, match="depth must be a number of batches, 0 or more, or None; got"):
         sl.prefetch_batches([], Bags(), depth=depth)
 
 

@@ -4,7 +4,7 @@ import copy
 import random
 from collections import namedtuple
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -86,6 +86,22 @@ def test_a_module_list_called_in_a_loop_and_concatenated():
     assert [(c.name, c.parts) for c in structure.concats] == [("concat", (4, "emb_l.0", "emb_l.1", "emb_l.2"))]
     assert graph.refusals == () and graph.batch_size == B and structure.optimizers == ("SGD",) and structure.uses is None
     assert Structure.from_dict(structure.to_dict()) == structure
+
+
+@pytest.mark.parametrize(("inputs", "held"), [
+    (None, ()), (tuple, ("emb_l.0", "emb_l.1", "emb_l.2")), (lambda batch: batch[:2], ()),
+    (lambda batch: {"dense": batch[0], "lS_o": batch[1], "lS_i": batch[2]}, ()),              # the forward got arguments
+    (lambda batch: (batch[0], batch[1], [batch[2][0], batch[2][1].clone(), batch[2][2]]), ("emb_l.0", "emb_l.2"))])
+def test_which_lookups_a_batch_holds_the_inputs_of(inputs, held):
+    work = dlrm_work()
+    assert lift(replace(work, inputs=inputs)).structure.in_batch == held
+
+
+def test_inputs_that_are_none():
+    with pytest.raises(WorkloadError, match=r"inputs must be a function inputs\(batch\).*; got 3"):
+        replace(dlrm_work(), inputs=3)
+    with pytest.raises(TypeError, match="inputs must give a tuple of the forward's arguments or a mapping of its keywords; got int"):
+        lift(replace(dlrm_work(), inputs=len))
 
 
 def test_the_step_as_nodes():

@@ -9,6 +9,7 @@ import multiprocessing
 import random
 import tempfile
 import threading
+from itertools import pairwise
 from statistics import median
 
 import pytest
@@ -39,15 +40,44 @@ class _Timed:
         self.world.now += self.world.entering_s
         self.world.log.append(f"enter {self.name}")
 
-    def step(self, batch):
-        self.world.now += self.step_s() * (1 + self.world.drift * self.world.now)
-        self.world.log.append((self.name, batch))
+    def run(self, batches, coming):
+        for batch in batches:
+            self.world.now += self.step_s() * (1 + self.world.drift * self.world.now)
+            self.world.log.append((self.name, batch))
 
 
 def run(a=0.02, b=0.01, batches=range(5), drift=0.0, entering_s=0.0, **options):
     world = World(drift, entering_s)
     result = compare(world.candidate("a", a), world.candidate("b", b), list(batches), clock=world.clock, **options)
     return result, world
+
+
+def test_a_candidate_is_told_what_comes_next():
+    """Its own next block, whatever the other one runs in between."""
+    class Asking:
+        def __init__(self, world):
+            self.world, self.calls = world, []
+
+        def enter(self):
+            return
+
+        def run(self, batches, coming):
+            self.world.now += 0.01 * len(batches)
+            self.calls.append((batches, [next(coming) for _ in range(7)]))
+
+    world = World()
+    sides = Asking(world), Asking(world)
+    compare(*sides, list(range(5)), clock=world.clock, steps_per_block=3, min_pairs=4, max_pairs=4, warmups=(1, 2))
+    for side in sides:
+        blocks = [(batches, coming) for batches, coming in side.calls if len(batches) == 3]
+        assert [batches for batches, _ in blocks] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
+        for (batches, coming), (after, _) in pairwise(side.calls):
+            if len(batches) == 3 and len(after) == 3:
+                assert coming[:3] == after
+        for batches, coming in side.calls:
+            own = batches[0] if len(batches) == 1 else None
+            start = coming[0]
+            assert coming == [(start + k) % 5 for k in range(7)] and (own is None or own in (3, 4))
 
 
 def test_the_ratio_is_that_of_the_steps():

@@ -96,7 +96,7 @@ def test_what_does_nothing_on_a_device_is_refused_there(rewrite: Rewrite, device
 def test_shapes_of_kernels_are_cuda_s_and_hints_to_a_cpu_the_cpu_s() -> None:
     assert {rewrite.name for rewrite in CATALOG if rewrite.devices == ("cuda",)} == {"bag_shape", "kernel_shape"}
     assert {rewrite.name for rewrite in CATALOG if rewrite.devices == ("cpu",)} == {
-        "dedup", "prefetch", "partition", "stores", "huge_pages", "linear_library", "compile_dense"}
+        "dedup", "prefetch", "partition", "stores", "huge_pages", "linear_library", "compile_dense", "prefetch_batches"}
 
 
 def test_combinations_give_knobs_without_effect_their_off_value() -> None:
@@ -391,3 +391,27 @@ def test_coalesced_update_is_for_sparse_gradients() -> None:
     assert by_name("fuse_update").legal(g.structure, whole(g), knobs) is None
     assert "dense" in str(by_name("fuse_update").legal(dense, whole(g), knobs))
     assert by_name("fuse_update").equivalence(g.structure, whole(g), knobs) == "reassociated"
+
+
+# prefetch_batches
+
+
+def test_index_work_ahead_needs_batches_that_hold_the_ids() -> None:
+    g = small_graph()
+    assert "a batch does not hold what bags.0 and 2 more is given" in (legal("prefetch_batches", g, prefetch_batches=1) or "")
+    held = replace(g, structure=replace(g.structure, in_batch=("bags.0", "bags.1", "big")))
+    assert legal("prefetch_batches", held, prefetch_batches=2) is None
+    some = replace(g, structure=replace(g.structure, in_batch=("bags.0", "big")))
+    assert (legal("prefetch_batches", some, prefetch_batches=1) or "").startswith("a batch does not hold what bags.1 is given")
+    inside = graph([table("w", 10)], [feature("f", "w", from_inputs=False)])
+    assert "no lookup's ids are arguments" in (legal("prefetch_batches", inside, prefetch_batches=1) or "")
+
+
+def test_index_work_ahead_moves_what_the_prelude_looks_up() -> None:
+    g = graph([table("a", 1000), table("b", 10)], [feature("a", "a"), feature("b", "b", from_inputs=False)])
+    after = by_name("prefetch_batches").transform(g, split(g), {"prefetch_batches": 1})
+    assert {each.name for each in after.nodes if each.rewrites} == {"lookup:a", "update:a"}
+    assert [each.resources for each in after.nodes] == [each.resources for each in g.nodes]
+    # 256 distinct ids in 64 bags: 4 bytes an id and a bag, 8 a lookup and a row.
+    assert [by_name("prefetch_batches").memory_bytes(g, split(g), {"prefetch_batches": depth}) for depth in (0, 1, 2)] == [
+        0, 4 * (256 + 64) + 16 * 256, 2 * (4 * (256 + 64) + 16 * 256)]

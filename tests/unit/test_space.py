@@ -282,7 +282,7 @@ def test_native_has_nothing_else_to_choose() -> None:
 def test_default_is_what_the_page_says() -> None:
     default = SearchSpace(small_graph()).default
     policy = {"group_by": "all", "concat": True, "interaction": False, "linear": "native", "compile": "eager",
-              "block_threads": "auto", "loads_in_flight": "auto", "chunk_lookups": "auto"}
+              "block_threads": "auto", "loads_in_flight": "auto", "chunk_lookups": "auto", "prefetch_batches": 0}
     assert default.policy == policy
     assert default.knobs_at(BIG) == {**policy, "update": "fused", "coalesce": "none", "dedup": False, "prefetch": 64, "partition": "bag",
                                      "stores": "cached", "huge_pages": "madvise", "vector_bytes": "auto", "bags_per_group": "auto"}

@@ -62,7 +62,7 @@ def exact(optimizer: str, backend: str | KernelBackend, plan: dict[str, Any], **
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("plan", [{}, {"concat": False}, {"concat": False, "prelude": False}, {"update": "native"}],
+@pytest.mark.parametrize("plan", [{"ahead": 1}, {"concat": False}, {"concat": False, "prelude": False}, {"update": "native"}],
                          ids=["concat", "group", "alone", "torchs-update"])
 def test_right_schedules_are_certified(backend: str, optimizer: str, mode: str, plan: dict[str, Any]) -> None:
     for sparse in (True, False):
@@ -311,6 +311,27 @@ def test_real_maxima(backend: str) -> None:
     assert certificate.real["outputs"] == 0.0 and 0 <= certificate.real["updates"] <= 1
 
 
+def test_batches_that_are_prepared_wrong_ahead_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On integers and on real values; without work ahead the same fault is not reached."""
+    inner = groups.LookupGroup.prepare_ahead
+
+    def swapped(self: groups.LookupGroup, program: BagProgram, indices: Any, offsets: Any, weights: Any) -> Any:
+        made = inner(self, program, indices, offsets, weights)
+        made.batch = program.prepare([ids.flip(0) for ids in indices], offsets, weights)
+        return made
+
+    monkeypatch.setattr(groups.LookupGroup, "prepare_ahead", swapped)
+    exact("sgd", "cpu", {})
+    with pytest.raises(EquivalenceError, match="output"):
+        exact("sgd", "cpu", {"ahead": 1})
+    model, opt, _ = prepared()
+    structure = bags_structure(model, [opt])
+    work = Workload("w", model, opt, lambda model, given: model(*given).square().mean(), [batch(0)], inputs=tuple)
+    check_real(structure, schedule(structure), "reassociated", work, batch(0), "cpu")
+    with pytest.raises(EquivalenceError, match="output"):
+        check_real(structure, schedule(structure, ahead=2), "reassociated", work, batch(0), "cpu")
+
+
 def test_message_names_what_differs() -> None:
     with pytest.raises(EquivalenceError, match=r"step 1: weights emb\.0\.weight differs in \d+ of \d+ values: at \[\d+, \d+\] planned has"):
         check_equal_bags("sum", Planted(DroppedRowInUpdate, "reference"))
@@ -384,4 +405,7 @@ def test_configs_that_differ_in_hints_share_a_certificate() -> None:
     assert second.tables is not None
     second = replace(second, tables={name: replace(knobs, prefetch=32, huge_pages=True) for name, knobs in second.tables.items()})
     assert certifier.certify(first, "reassociated") is certifier.certify(second, "reassociated")
-    assert certifier.certify(schedule(structure, concat=False), "reassociated") is not certifier.certify(first, "reassociated")
+    for other in (schedule(structure, concat=False), schedule(structure, ahead=1)):
+        assert certifier.certify(other, "reassociated") is not certifier.certify(first, "reassociated")
+    one, two = (certifier.certify(schedule(structure, ahead=ahead), "reassociated") for ahead in (1, 2))
+    assert one is two
