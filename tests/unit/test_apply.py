@@ -227,7 +227,8 @@ def test_more_than_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_huge_pages(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[nn.Module, Workload, Plan]:
-    model = nn.Sequential(nn.Embedding(400_000, 8, sparse=True))
+    # Above 32 MiB memory comes fresh from the kernel, and not from what a process has had in small pages.
+    model = nn.Sequential(nn.Embedding(1_100_000, 8, sparse=True))
     work = Workload("one", model, optimizer(model.parameters(), lr=0.1), lambda m, b: m(b).sum(),
                     [torch.arange(i, i + 5) for i in range(3)])
     return model, work, default_plan(lift(work), Constraints(pin={"huge_pages": "madvise"}))
