@@ -25,14 +25,16 @@ from sparselift.space.constraints import Constraints, Rejection, constraint_prob
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One open choice. It exists only where every dimension named by `condition` has one of the values given there."""
+    """One open choice. It exists only where every dimension named by `condition` has one of the values given there; a dimension that does
+    not exist itself counts as its knob's off value.
+    """
 
     name: str                      # "path", a policy knob, or "knob@class"
     choices: tuple[Value, ...]     # two or more
-    condition: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    condition: tuple[tuple[str, tuple[Value, ...], Value], ...] = ()       # (name, values, off)
 
     def active(self, params: Mapping[str, Value]) -> bool:
-        return all(name in params and any(same(params[name], value) for value in values) for name, values in self.condition)
+        return all(any(same(params.get(name, off), value) for value in values) for name, values, off in self.condition)
 
 
 class SearchSpace:
@@ -235,10 +237,10 @@ class SearchSpace:
         return fitting
 
     def _dimensions(self) -> Iterator[Dimension]:
-        planned: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+        planned: tuple[tuple[str, tuple[Value, ...], Value], ...] = ()
         if len(self._paths) > 1:
             yield Dimension("path", self._paths)
-            planned = (("path", ("planned",)),)
+            planned = (("path", ("planned",), "native"),)
         if "planned" not in self._paths:
             return
         for site, rewrite in self._each_rewrite():
@@ -247,16 +249,17 @@ class SearchSpace:
                 if condition is not None and len(self._choices[site.name][knob.name]) > 1:
                     yield Dimension(_dimension_name(knob.name, site.name), self._choices[site.name][knob.name], planned + condition)
 
-    def _condition(self, site: Site, knob: Knob) -> tuple[tuple[str, tuple[Value, ...]], ...] | None:
+    def _condition(self, site: Site, knob: Knob) -> tuple[tuple[str, tuple[Value, ...], Value], ...] | None:
         """When the knob has an effect, in terms of open choices; None if never."""
         found = []
+        off = {other.name: other.off for rewrite in rewrites_at(site) for other in rewrite.knobs}
         for name, values in knob.requires:
             choices = self._choices[site.name][name]
             met = tuple(choice for choice in choices if any(same(choice, value) for value in values))
             if not met:
                 return None
             if len(met) < len(choices):
-                found.append((_dimension_name(name, site.name), met))
+                found.append((_dimension_name(name, site.name), met, off[name]))
         return tuple(found)
 
     # How configs are made.

@@ -9,11 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparselift.errors import InfeasibleError
 from sparselift.ir import Graph, Structure
+from sparselift.lift import lift
+from sparselift.models import DLRM
 from sparselift.rewrites import CATALOG, EQUIVALENCES, Site, Value, same
 from sparselift.rewrites.prefetch import Prefetch
 from sparselift.space import (
@@ -27,6 +30,7 @@ from sparselift.space import (
     size_classes,
 )
 from sparselift.space.classes import MAX_CLASSES
+from sparselift.workload import Workload
 from tests.unit.example_graphs import ADAGRAD, MOMENTUM, SGD, batch_sketch, feature, graph, on_cuda, small_graph, table
 
 BIG = "d16-sum-to2M-few-dup"
@@ -215,7 +219,7 @@ def test_dimensions_come_after_what_they_depend_on() -> None:
     known: set[str] = set()
     for dimension in space.dimensions:
         assert len(dimension.choices) > 1
-        assert {name for name, _ in dimension.condition} <= known
+        assert {name for name, _, _ in dimension.condition} <= known
         known.add(dimension.name)
     assert f"huge_pages@{BIG}" in known
     assert "huge_pages@d16-sum-to4k-few-dup" not in known
@@ -454,3 +458,17 @@ def test_duplicates_split_classes() -> None:
     names = [each.name for each in size_classes(g)]
     assert all(a != b for a, b in pairwise(names))
     assert {name.split("-")[3] for name in names} == {"few", "some", "many"}
+
+
+def test_a_choice_may_depend_on_one_that_does_not_exist():
+    """With linear=fused nothing is compiled, and whether is no choice. Index work ahead, which some ways of compiling rule out, is."""
+    rows = (50, 300)
+    model = DLRM(rows, 4, (4,), (4, 1), num_dense=3)
+    ids = [torch.arange(5) for _ in rows]
+    work = Workload("dlrm", model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(*batch).sum(),
+                    [(torch.zeros(5, 3), ids, ids)], inputs=tuple)
+    space = SearchSpace(lift(work))
+    toggles = dict(space.toggles())
+    assert space.default.policy["linear"] != "native" and "prefetch_batches=1" in toggles
+    for config in (space.default, *toggles.values()):
+        assert space.from_params(space.to_params(config)) == config
