@@ -229,7 +229,6 @@ class LiftedForward:
             self.alone[key] = runtime.group([replace(feature, form=form, weighted=key[1])])
         return self.alone[key].run(weights, [runtime.grads[feature.table]], [ids], [offsets], [sample_weights])[0]
 
-
     def in_graph(self, form: str | None, ids: Any, offsets: Any, sample_weights: Any) -> Tensor | None:
         """A node of a graph that torch.compile makes, or None where torch's own forward is what it should hold. Runs under its tracer, so
         that whatever is asked here is asked again before the graph runs.

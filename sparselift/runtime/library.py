@@ -27,8 +27,8 @@ from sparselift.errors import LiftRefused
 from sparselift.ir import Feature, Structure, Table
 from sparselift.kernels.base import IndexBatch
 from sparselift.runtime import engine
-from sparselift.runtime._hot import Inputs, TableGrad, plain_weights
-from sparselift.runtime.groups import LookupGroup, Prepared, deliver
+from sparselift.runtime._hot import TableGrad, plain_weights
+from sparselift.runtime.groups import LookupGroup, deliver
 from sparselift.schedule import Schedule
 
 _INPUTS = "Tensor[] indices, Tensor[] offsets, Tensor[] sample_weights, str[] features, str[] forms, bool[] weighted, str plan"
@@ -84,7 +84,6 @@ class GraphLookups:
         self.parameters: dict[str, nn.Parameter] = {}
         self.groups: dict[Lookups, LookupGroup] = {}
         self._nodes: dict[str, Any] = {}               # of the parameters, in autograd
-        self._kept: dict[Lookups, Prepared] = {}       # batches of the latest forwards
         _plans[self.name] = self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,7 +100,6 @@ class GraphLookups:
     def detach(self) -> None:
         """It is not any more: no new lookups, but backwards of old ones."""
         self.is_attached = False
-        self._kept.clear()
 
     def lines(self) -> list[str]:
         """What ran, for people: a line a node."""
@@ -188,17 +186,13 @@ class GraphLookups:
             found = self.groups[lookups] = self.runtime.group(self.features(lookups))
         return found
 
-    def _prepared(self, group: LookupGroup, lookups: Lookups, indices: Sequence[Tensor], offsets: Sequence[Tensor],
+    @staticmethod
+    def _prepared(group: LookupGroup, lookups: Lookups, indices: Sequence[Tensor], offsets: Sequence[Tensor],
                   sample_weights: Sequence[Tensor]) -> IndexBatch:
+        """Made anew by every node, the backward's too: what a graph computes lies where something else lay before, and no version tells."""
         by_feature = _spread(offsets, lookups.with_offsets), _spread(sample_weights, lookups.weighted)
-        kept = self._kept.get(lookups)
-        if kept is not None and not kept.inputs.difference(indices, *by_feature):
-            return kept.batch
-        inputs = Inputs(indices, *by_feature)
         flat = group.flat(indices, *by_feature)
-        batch = group.program.prepare(flat.indices, flat.lengths, flat.sample_weights if group.has_weights else None)
-        self._kept[lookups] = Prepared(inputs, batch)
-        return batch
+        return group.program.prepare(flat.indices, flat.lengths, flat.sample_weights if group.has_weights else None)
 
 
 def _spread(tensors: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:

@@ -152,3 +152,35 @@ def test_a_right_one_is_certified_and_a_graph_break_refused() -> None:
     plan, work = planned(Model(Broken()))
     with pytest.raises(LiftRefused, match=r"compile='inductor_graph': the model: torch.compile: \w+: .*data-dependent"):
         sl.verify(plan, work)
+
+
+class Twice(torch.nn.Module):
+    """Two lookups with ids that it computes, the second from what the first gave: the compiler puts both where the same memory was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = torch.nn.EmbeddingBag(50, 8, mode="sum", sparse=True)
+        self.head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = self.bag(ids % 50).detach()
+        return self.head(first - 2 * self.bag((ids * 7 + 3 + first.sum(1, keepdim=True).abs().long()) % 50))
+
+
+@pytest.mark.slow
+def test_ids_that_lie_where_others_lay_are_read_anew() -> None:
+    native, model = Twice(), Twice()
+    batches = [torch.randint(40, (16, 4), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    work = sl.Workload("twice", model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, ids: m(ids).square().mean(), batches,
+                       uses=frozenset())
+    sl.apply(default_plan(sl.lift(work), PIN), model, work.optimizer)
+    for ids in batches:
+        native.zero_grad()
+        model.zero_grad()
+        want, got = native(ids), model(ids.clone())
+        want.square().mean().backward()
+        got.square().mean().backward()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(model.bag.weight.grad.to_dense(), native.bag.weight.grad.to_dense())
+    assert "nothing fell back" in sl.explain(model)
