@@ -40,6 +40,7 @@ logger = logging.getLogger("sparselift.tuning")
 _BATCHES = 16                      # to rotate over: more data than caches hold
 _THOROUGH_S = 20.0                 # enough for a comparison that matters, unless its fewest pairs take longer
 _LAST_TRIALS = 4                   # the last measurements take about as long as so many trials
+_LEAST_TRIALS = 2                  # native and the default: with one of them alone there is nothing to say
 _SETUP_SHARE = 0.05                # of a search's time, that setting up one config (compiling) may take: it measures nothing
 
 
@@ -76,7 +77,8 @@ def tune(work: Workload, trials: int = 64, timeout: float | None = None, storage
     Parameters
     ----------
     trials       complete trials of the study, those of earlier calls included
-    timeout      seconds for this call, about: no trial begins that would not leave time for the last measurements
+    timeout      seconds for this call, about: after native and the default, no trial begins that would not leave time for the last
+                 measurements
     storage      where trials are kept: a study file's path, an Optuna storage or its URL; None: in memory. The same call with the same
                  storage goes on where an earlier one ended, on the same machine for the same model, data shape and constraints
     constraints  what a config must keep to; by default, equal to native up to the order and rounding of sums
@@ -180,7 +182,7 @@ class _Search:
                 raise ValueError(f"trial {trial.number} lacks {sorted(missing)}")
 
     def _out_of_time(self, timeout: float | None) -> str | None:
-        if timeout is None or not self.finished:
+        if timeout is None or self.finished < _LEAST_TRIALS:
             return None
         needed_s = (1 + _LAST_TRIALS) * self.trials_s / self.finished
         return "timeout" if time.perf_counter() - self.begin_s + needed_s > timeout else None

@@ -173,3 +173,9 @@ def test_progress_tells_every_trial(work):
     assert "default" in told.log[2][0] and "1.38x" in told.log[2][0]
     assert told.log[1][0].endswith("1.00x, and [1.00, 1.00] against itself: the noise")
     assert [entry[1] for entry in told.log[1:3]] == ["best: native", "best: trial 1, confirmed 1.38x"]
+
+
+def test_the_default_is_tried_however_short_the_time(work):
+    result = run(work, trials=64, timeout=1e-3)
+    assert result.status == "timeout" and len(result.records) == 2
+    assert result.plan.config.path == "planned"
