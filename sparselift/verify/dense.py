@@ -16,10 +16,9 @@ from sparselift.runtime.compiled import Compiled
 from sparselift.schedule import Schedule
 from sparselift.workload import Workload
 
-# Of a gradient's norm. Float32 sums of thousands of terms in another order stay below 1e-5, but a ReLU whose input is next to 0 changes
-# sides, and with it the share of one sample: 1.2e-3 of a table's gradient was seen in a DLRM. What is wrong rather than rounded is above.
-# Products and masks by themselves are held to rounding in linears.py and products.py.
-TOLERANCE = 1e-2
+# Of a gradient's norm. Float32 sums of thousands of terms in another order stay below 1e-5; a ReLU whose input changes its sign adds the
+# share of one sample. What is wrong rather than rounded is above 1e-2.
+TOLERANCE = 1e-3
 
 
 def check_gradients(structure: Structure, schedule: Schedule, work: Workload, batch: Any, backend: str | KernelBackend) -> dict[str, float]:
